@@ -71,6 +71,7 @@ class ModelBounds:
     cache_tokens: int  # tokens that the node's cache can hold
     model_digest: str = ""  # of weights and architecture, in hex
     dtype: str = ""
+    quantization: str = ""
     # Tokens of the longest request that the present nodes can hold; 0 if that is not known.
     current_max_context: int = 0
 

@@ -11,13 +11,9 @@ import typer
 
 from baton.cli.common.errors import exit_code, print_error
 from baton.cli.common.options import add_config_options
-from baton.cli.common.unavailable import not_available_error
 from baton.config.resolve import find_unknown_variables
 from baton.config.settings import Config
 from baton.errors import BatonError
-
-UNAVAILABLE_OPTIONS = ("quantize",)
-_UnavailableOption = Annotated[str | None, typer.Option(hidden=True)]
 
 
 def register(app: typer.Typer) -> None:
@@ -29,7 +25,6 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once it serves; stop it with `baton down`")
     ] = False,
-    quantize: _UnavailableOption = None,
 ) -> None:
     """Start coordinator, prefill and decode nodes, and keep them running.
 
@@ -37,9 +32,6 @@ def up(
     dies is started again. Each setting is also a variable BATON_<NAME> and a key of --config FILE;
     flag > variable > file > default.
     """
-    for flag, value in zip(UNAVAILABLE_OPTIONS, (quantize,), strict=True):
-        if value is not None:
-            raise not_available_error("--" + flag.replace("_", "-"))
     try:
         code = _prepare_and_run(settings, detach)
     except BatonError as error:

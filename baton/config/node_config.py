@@ -27,6 +27,10 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
         Literal["auto", "float32", "bfloat16"],
         help_text("Of weights and cache; auto: the model's own, float16 as bfloat16"),
     ] = "auto"
+    quantize: Annotated[
+        Literal["none", "fp8"],
+        help_text("Of the layers' products; fp8: e4m3, scaled when loaded, on a GPU that has FP8"),
+    ] = "none"
     deterministic: Annotated[
         bool,
         help_text(

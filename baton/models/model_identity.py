@@ -4,12 +4,17 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from baton.kv.blocks import KVLayout
 
+Quantization = Literal["none", "fp8"]  # of the products of a model's layers
+
 NATIVE_IMPLEMENTATION = "native"  # the model code of node_engine/model
 PACED_IMPLEMENTATION = "paced"
-UNQUANTIZED = "none"
+UNQUANTIZED: Quantization = "none"
+FP8: Quantization = "fp8"  # e4m3, a scale for each output feature and for each row of activations
+FP8_MIN_CAPABILITY = (8, 9)  # compute capability of the first NVIDIA GPUs with FP8 products
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,7 @@ class ModelIdentity:
     implementation: str  # the code that runs the model
     model_digest: str  # of weights and architecture, in hex
     dtype: str  # of the arithmetic
-    quantization: str
+    quantization: str  # of the products of its layers
     layout: KVLayout  # its dtype is that of the KV cache
     vocab_size: int
     eos_token_ids: tuple[int, ...]

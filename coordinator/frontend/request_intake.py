@@ -32,7 +32,6 @@ from coordinator.text.chat_template import ChatPrompt
 from coordinator.text.text_workers import TextWorkers
 from coordinator.text.tokenizer import Tokenizer
 
-QUANTIZATION = "none"  # of weights, in this version
 _LOADING_RETRY_SECONDS = 1.0  # after which a client may try again
 _log = log.get_logger("front")
 
@@ -96,7 +95,7 @@ class RequestIntake:
         Raises ServiceUnavailable while no node has joined.
         """
         bounds = self._backend.get_model_bounds()
-        return bounds.model_digest, bounds.dtype, QUANTIZATION
+        return bounds.model_digest, bounds.dtype, bounds.quantization
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound."""

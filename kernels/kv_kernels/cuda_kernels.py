@@ -9,6 +9,7 @@ import torch
 from kv_kernels.reference import host_memory
 from kv_kernels.reference.torch_kernels import TorchKernels
 from kv_kernels.triton.batch_invariant_linear import BatchInvariantLinear
+from kv_kernels.triton.fp8_linear import BatchInvariantFp8Linear, TritonFp8Linear
 from kv_kernels.triton.row_linear import CudaLinear
 
 
@@ -18,9 +19,11 @@ class CudaKernels(TorchKernels):
     memory_as_tensor = staticmethod(host_memory.memory_as_cuda_tensor)
     synchronize = staticmethod(torch.cuda.synchronize)
     make_linear = CudaLinear
+    make_fp8_linear = TritonFp8Linear
 
 
 class BatchInvariantCudaKernels(CudaKernels):
     """What a row computes does not depend on the other rows of a step."""
 
     make_linear = BatchInvariantLinear  # type: ignore[assignment]
+    make_fp8_linear = BatchInvariantFp8Linear

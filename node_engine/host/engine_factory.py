@@ -49,6 +49,7 @@ def _build_model_engine(config: NodeConfig, device: DeviceType, limits: StepLimi
     return load_model_engine(
         config.model,
         dtype=config.dtype,
+        quantize=config.quantize,
         device=device,
         block_size=config.block_size,
         max_model_len=config.max_model_len or None,

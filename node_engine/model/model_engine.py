@@ -196,7 +196,9 @@ class ModelEngine(BaseEngine):
         digest: bytes,
         sampler: Sampler,
     ) -> None:
-        super().__init__(config, kernels, layout, device, max_model_len, digest)
+        super().__init__(
+            config, kernels, layout, device, max_model_len, digest, quantization=model.quantization
+        )
         self._model = model
         self._sample_tokens = sampler
         self._cache: PagedCache | None = None

@@ -8,10 +8,12 @@ import torch
 
 from baton.errors import ConfigError
 from baton.kv.blocks import KVLayout
+from baton.models.model_identity import UNQUANTIZED, Quantization
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
 from node_engine.model.config.model_config import ModelConfig, load_model_config
+from node_engine.model.loading.fp8_support import check_quantization
 from node_engine.model.loading.weight_memory import report_too_large_model
 from node_engine.model.loading.weights import ModelWeights, build_dummy_weights, load_weights
 from node_engine.model.model_engine import ModelEngine, Sampler
@@ -38,12 +40,15 @@ def load_model_engine(
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
     uses_graphs: bool = True,
     deterministic: bool = False,
+    quantize: Quantization = UNQUANTIZED,
+    emulates_fp8: bool = False,
 ) -> BaseEngine:
     """Build an engine from a Hugging Face folder.
 
     `threads` is torch's intra-op thread count; None leaves it unchanged. On a GPU, decode steps of
     up to `max_num_seqs` sequences are captured in graphs if `uses_graphs`; `deterministic` needs
-    batch-invariant kernels. Raises ConfigError that names what cannot be served.
+    batch-invariant kernels. With `emulates_fp8`, a CPU computes in FP8 too: the same numbers,
+    slowly, for comparisons. Raises ConfigError that names what cannot be served.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -52,16 +57,11 @@ def load_model_engine(
     where = resolve_device(device)
     _check_determinism(where, deterministic=deterministic)
     kernels = choose_kernels(where)
-    layout = KVLayout(
-        config.num_layers,
-        config.num_kv_heads,
-        config.head_dim,
-        block_size,
-        _resolve_dtype(dtype, config),
-    )
+    layout = _build_layout(config, block_size, _resolve_dtype(dtype, config))
+    check_quantization(quantize, config, layout.dtype, where, emulates_fp8=emulates_fp8)
     with torch.inference_mode(), report_too_large_model(config, layout.dtype, where):
         read_weights = _build_dummy if load_format == "dummy" else load_weights
-        weights = read_weights(folder, config, TORCH_DTYPES[layout.dtype], where, kernels)
+        weights = read_weights(folder, config, TORCH_DTYPES[layout.dtype], where, kernels, quantize)
         longest = _resolve_length(max_model_len, config)
         if where.type == "cuda":
             graph_rows = max_num_seqs if uses_graphs else 0
@@ -70,6 +70,10 @@ def load_model_engine(
             )
         model = Transformer(config, weights, kernels)
     return ModelEngine(config, model, kernels, layout, where, longest, weights.digest, sampler)
+
+
+def _build_layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
+    return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
 
 
 def _build_gpu_engine(
@@ -103,8 +107,9 @@ def _build_dummy(
     dtype: torch.dtype,
     device: torch.device,
     kernels: TorchKernels,
+    quantization: Quantization,
 ) -> ModelWeights:
-    return build_dummy_weights(config, dtype, device, kernels)
+    return build_dummy_weights(config, dtype, device, kernels, quantization)
 
 
 def resolve_device(device: Device) -> torch.device:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.models.model_identity import Quantization
 from kv_kernels.reference.paged_attention import AttentionOp, PagedCache, SlotMapping
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.core.step.engine import LayerCallback
@@ -55,6 +56,10 @@ class Transformer:
         self._frequencies = compute_inverse_frequencies(config.rope, config.head_dim).to(
             weights.embedding.device
         )
+
+    @property
+    def quantization(self) -> Quantization:
+        return self._weights.quantization
 
     def forward(
         self, plan: ForwardBatch, cache: PagedCache, on_layer: LayerCallback | None = None

@@ -5,6 +5,7 @@ from typing import Any
 
 from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_finding
 from baton.config.settings import Config
+from baton.models.model_identity import FP8, FP8_MIN_CAPABILITY
 from baton.shared_memory.available_memory import format_size
 
 MIN_CAPABILITY = (8, 0)  # of products in bfloat16
@@ -22,6 +23,7 @@ def check_gpus(config: Config, found: Mapping[str, Any]) -> list[Finding]:
         check_driver(found, may_use_gpus=may_use_gpus),
         check_device(found, config.device, config.engine),
         *([check_capability(gpus), check_free_memory(gpus)] if gpus else []),
+        *([check_fp8(gpus)] if config.engine == "model" and config.quantize == FP8 else []),
         check_triton(found),
     ]
 
@@ -112,6 +114,20 @@ def check_capability(gpus: Sequence[Mapping[str, Any]]) -> Finding:
         "compute capability",
         f"{shown}: {older[0]} has no products in bfloat16, which need 8.0",
         "choose newer GPUs with CUDA_VISIBLE_DEVICES, or set --device cpu",
+    )
+
+
+def check_fp8(gpus: Sequence[Mapping[str, Any]]) -> Finding:
+    """Check that there are GPUs to use, and that all of them can multiply in FP8."""
+    needed = ".".join(map(str, FP8_MIN_CAPABILITY))
+    older = [gpu["name"] for gpu in gpus if tuple(gpu["capability"]) < FP8_MIN_CAPABILITY]
+    if gpus and not older:
+        return ok_finding("fp8", f"on {len(gpus)} GPU")
+    cause = f"{older[0]} has no products in FP8" if older else "nodes compute on the CPU"
+    return bad_finding(
+        "fp8",
+        f"--quantize fp8, and {cause}",
+        f"choose GPUs of compute capability {needed} or later, or set --quantize none",
     )
 
 

@@ -51,6 +51,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "load_format",
         "device",
         "dtype",
+        "quantize",
         "deterministic",
         "threads",
     ),

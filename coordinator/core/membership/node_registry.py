@@ -356,6 +356,7 @@ class ContextCapacity:
             cache_tokens=largest.num_blocks * largest.layout.block_size,
             model_digest=largest.model_digest,
             dtype=largest.layout.dtype,
+            quantization=largest.quantization,
             current_max_context=_largest_node(here).max_context_tokens if here else 0,
         )
 

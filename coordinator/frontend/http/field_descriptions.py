@@ -127,7 +127,7 @@ RESPONSE_FIELDS = {
     "DetokenizeResponse.prompt": "The text of all tokens, special ones too",
     "model_digest": "Of its weights and architecture, in hex",
     "dtype": "Of its weights and cache",
-    "quantization": "Of its weights: `none`",
+    "quantization": "Of the products of its layers: `none` or `fp8`",
     "data": "One model",
     "ModelCard.id": "Its name",
     "ModelCard.created": "0",

@@ -1,6 +1,6 @@
 """The kernels in plain torch: the reference of every other implementation, and what a CPU runs."""
 
-from kv_kernels.reference import elementwise, host_memory, linear, paged_attention
+from kv_kernels.reference import elementwise, fp8, host_memory, linear, paged_attention
 
 
 class TorchKernels:
@@ -12,6 +12,7 @@ class TorchKernels:
     rotary_ = staticmethod(elementwise.rotary_)
     silu_mul = staticmethod(elementwise.silu_mul)
     make_linear = staticmethod(linear.make_cpu_linear)
+    make_fp8_linear: type[fp8.Fp8Linear] = fp8.Fp8Linear
     write_kv = staticmethod(paged_attention.write_kv)
     clear_blocks = staticmethod(paged_attention.clear_blocks)
     copy_blocks = staticmethod(paged_attention.copy_blocks)

@@ -14,13 +14,44 @@ from kv_kernels.reference.paged_attention import PagedCache
 _SILU_BLOCK = 1024  # elements that one program processes
 
 
+@triton.jit
+def add_and_normalize(
+    x,  # [tokens, WIDTH], contiguous
+    residual,  # [tokens, WIDTH], contiguous, overwritten with the sum
+    weight,  # [WIDTH]
+    row,  # first element of the row
+    column,
+    inside,  # column < WIDTH
+    eps,
+    WIDTH: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """RMSNorm of one row of x + residual, or of x alone, in fp32."""
+    value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
+        stored = value.to(residual.dtype.element_ty)
+        tl.store(residual + row + column, stored, mask=inside)
+        value = stored.to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / WIDTH + eps)
+    return value * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def gate_with_silu(cells, inside, WIDTH: tl.constexpr):
+    """SiLU of what is at `cells` times what is WIDTH elements behind, in fp32."""
+    gate = tl.load(cells, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(cells + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
 # grid: [tokens]
 @triton.jit
 def _add_rms_norm_kernel(
-    x,  # [tokens, width], contiguous
-    residual,  # [tokens, width], contiguous, overwritten with the sum
-    weight,  # [width]
-    out,  # [tokens, width], contiguous
+    x,  # [tokens, WIDTH], contiguous
+    residual,  # [tokens, WIDTH], contiguous, overwritten with the sum
+    weight,  # [WIDTH]
+    out,  # [tokens, WIDTH], contiguous
     eps,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,  # WIDTH, rounded up to a power of two
@@ -29,14 +60,7 @@ def _add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, COLUMNS)
     inside = column < WIDTH
-    value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        value += tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
-        stored = value.to(residual.dtype.element_ty)
-        tl.store(residual + row + column, stored, mask=inside)
-        value = stored.to(tl.float32)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / WIDTH + eps)
-    normed = value * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    normed = add_and_normalize(x, residual, weight, row, column, inside, eps, WIDTH, HAS_RESIDUAL)
     tl.store(out + row + column, normed.to(out.dtype.element_ty), mask=inside)
 
 
@@ -169,10 +193,7 @@ def _silu_mul_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    row = gate_up + token * 2 * WIDTH + column
-    gate = tl.load(row, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(row + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    gated = gate / (1.0 + tl.exp(-gate)) * up
+    gated = gate_with_silu(gate_up + token * 2 * WIDTH + column, inside, WIDTH)
     tl.store(out + token * WIDTH + column, gated.to(out.dtype.element_ty), mask=inside)
 
 

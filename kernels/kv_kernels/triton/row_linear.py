@@ -1,7 +1,8 @@
 """The product of one row with a weight, in Triton: what a decode step of one sequence consists of.
 
 It is bound by reading the weight, once and in order. A program computes a few output features over
-the whole width; more rows are multiplied by cuBLAS. `reference/linear.py` computes the same.
+the whole width; more rows are multiplied by cuBLAS. `reference/linear.py` computes the same, and in
+FP8 `reference/fp8.py`.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -22,11 +23,14 @@ def _row_product_kernel(
     weight,  # [features, WIDTH], contiguous
     bias,  # [features], or anything without a bias
     out,  # [features]
+    x_scale,  # fp32 [1], or anything without scales
+    weight_scales,  # fp32 [features], or anything without scales
     features,
     WIDTH: tl.constexpr,
     FEATURES: tl.constexpr,  # of a program
     COLUMNS: tl.constexpr,  # read at a time
     HAS_BIAS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     column = tl.arange(0, COLUMNS)
@@ -43,6 +47,9 @@ def _row_product_kernel(
             part = tl.load(x + begin + column, mask=column_ok, other=0.0)
         total += w.to(tl.float32) * part.to(tl.float32)[None, :]
     product = tl.sum(total, 1)
+    if HAS_SCALES:
+        product *= tl.load(x_scale)
+        product *= tl.load(weight_scales + feature, mask=feature_ok, other=0.0)
     if HAS_BIAS:
         product += tl.load(bias + feature, mask=feature_ok, other=0.0).to(tl.float32)
     tl.store(out + feature, product.to(out.dtype.element_ty), mask=feature_ok)
@@ -52,22 +59,31 @@ def multiply_row(
     x: torch.Tensor,  # [1, in], contiguous
     weight: torch.Tensor,  # [out, in], contiguous
     bias: torch.Tensor | None,  # [out]
+    *,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,  # of x [1, 1], of weight [out, 1]
+    dtype: torch.dtype | None = None,  # of the result; None: that of x
 ) -> torch.Tensor:  # [1, out]
-    """x W^T + bias."""
+    """x W^T + bias, with `scales` of what x and W stand for."""
     features, width = weight.shape
-    out = x.new_empty(1, features)
-    columns = min(512 if width >= _WIDE else 2048, triton.next_power_of_2(width))
+    out = x.new_empty(1, features, dtype=dtype or x.dtype)
+    columns = 512 if width >= _WIDE else 2048
+    if weight.itemsize == 1:  # as many bytes as in 16 bits
+        columns *= 2
     rows = 8 if width >= _WIDE else 4
+    x_scale, weight_scales = scales or (x, weight)
     _row_product_kernel[(triton.cdiv(features, rows),)](
         x,
         weight,
         weight if bias is None else bias,
         out,
+        x_scale,
+        weight_scales,
         features,
         WIDTH=width,
         FEATURES=rows,
-        COLUMNS=columns,
+        COLUMNS=min(columns, triton.next_power_of_2(width)),
         HAS_BIAS=bias is not None,
+        HAS_SCALES=scales is not None,
         num_warps=_WARPS,
     )
     return out

@@ -9,7 +9,12 @@ import torch
 
 from baton.errors import ConfigError, OutOfMemory
 from baton.kv.blocks import KVLayout
-from baton.models.model_identity import NATIVE_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
+from baton.models.model_identity import (
+    NATIVE_IMPLEMENTATION,
+    UNQUANTIZED,
+    ModelIdentity,
+    Quantization,
+)
 from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
 from baton.types import BlockIndex, TokenLogprobs
 from kv_kernels.reference.host_memory import MemoryPinError
@@ -35,6 +40,8 @@ class BaseEngine(ABC):
         device: torch.device,
         max_model_len: int,
         digest: bytes,
+        *,
+        quantization: Quantization = UNQUANTIZED,
     ) -> None:
         self.compute_device = describe_device(device)
         self.model_size: ModelSize | None = build_model_size(config)
@@ -44,6 +51,7 @@ class BaseEngine(ABC):
         self._device = device
         self._max_model_len = max_model_len
         self._digest = digest
+        self._quantization = quantization
 
     @property
     def layout(self) -> KVLayout:
@@ -73,7 +81,7 @@ class BaseEngine(ABC):
             NATIVE_IMPLEMENTATION,
             digest,
             dtype,
-            UNQUANTIZED,
+            self._quantization,
             self._layout,
             config.vocab_size,
             config.eos_token_ids,

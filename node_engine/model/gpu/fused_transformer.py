@@ -11,12 +11,14 @@ from typing import Protocol
 
 import torch
 
+from baton.models.model_identity import Quantization
 from kv_kernels.reference.paged_attention import PagedCache
 from kv_kernels.triton import layer_ops
 from kv_kernels.triton.prefill_attention import attend_chunks
 from kv_kernels.triton.split_decode import SplitDecode
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.config.rope import compute_angles, compute_inverse_frequencies
+from node_engine.model.gpu.layer_products import choose_layer_products
 from node_engine.model.gpu.step_inputs import DeviceInputs
 from node_engine.model.loading.weights import LayerWeights, ModelWeights
 
@@ -101,6 +103,7 @@ class FusedTransformer:
         self._deterministic = deterministic
         self._weights = weights
         self._upcast = upcast
+        self._products = choose_layer_products(weights.quantization)
         self._cos, self._sin = self._compute_angle_tables(max_model_len)
 
     def _compute_angle_tables(self, max_model_len: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,6 +123,10 @@ class FusedTransformer:
         ]
         cos, sin = (torch.cat(part).squeeze(1) for part in zip(*parts, strict=True))
         return cos, sin
+
+    @property
+    def quantization(self) -> Quantization:
+        return self._weights.quantization
 
     @property
     def num_layers(self) -> int:
@@ -184,9 +191,11 @@ class FusedTransformer:
             x = self._finish_layer(layers[layer - 1], rows.attended, rows.residual)
             residual = rows.residual
         weights = layers[layer]
-        normed = layer_ops.add_rms_norm(x, residual, weights.attention_norm.weight, config.norm_eps)
+        qkv = self._products.multiply_normed(
+            weights.qkv, x, residual, weights.attention_norm.weight, config.norm_eps
+        )
         layer_ops.rotate_and_write_kv(
-            weights.qkv(normed).view(len(normed), -1, config.head_dim),
+            qkv.view(len(qkv), -1, config.head_dim),
             rows.cos,
             rows.sin,
             None if weights.qk_norm is None else weights.qk_norm.weight,
@@ -203,9 +212,10 @@ class FusedTransformer:
         attended: torch.Tensor,  # [tokens, heads, head_dim]
         residual: torch.Tensor,  # [tokens, hidden], becomes the sum before the MLP
     ) -> torch.Tensor:  # [tokens, hidden], to be added to the residual
-        x = layer.output(attended.view(len(attended), -1))
-        normed = layer_ops.add_rms_norm(x, residual, layer.mlp_norm.weight, self._config.norm_eps)
-        return layer.down(layer_ops.silu_mul(layer.gate_up(normed)))
+        products, norm = self._products, layer.mlp_norm.weight
+        x = products.multiply(layer.output, attended.view(len(attended), -1))
+        gate_up = products.multiply_normed(layer.gate_up, x, residual, norm, self._config.norm_eps)
+        return products.multiply_gated(layer.down, gate_up)
 
     def _fill_rows(self, rows: TokenRows, inputs: DeviceInputs) -> None:
         embedding = self._weights.embedding

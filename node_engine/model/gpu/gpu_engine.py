@@ -57,7 +57,9 @@ class GpuEngine(BaseEngine):
         max_graph_rows: int,
     ) -> None:
         """`max_graph_rows`: sequences of the largest decode step that is captured; 0 for none."""
-        super().__init__(config, kernels, layout, device, max_model_len, digest)
+        super().__init__(
+            config, kernels, layout, device, max_model_len, digest, quantization=model.quantization
+        )
         self._model = model
         self._max_graph_rows = max_graph_rows
         self._memory: DeviceCache | None = None

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import torch
 import xxhash
 
-from baton.models.model_identity import NATIVE_IMPLEMENTATION, UNQUANTIZED
+from baton.models.model_identity import NATIVE_IMPLEMENTATION, UNQUANTIZED, Quantization
 from node_engine.model.config.model_config import ModelConfig
 
 # Configuration fields that do not affect the arithmetic.
@@ -24,12 +24,15 @@ class ModelDigest:
     purpose; members of the cluster are trusted, because they have its token.
     """
 
-    def __init__(self, config: ModelConfig, origin: str) -> None:
+    def __init__(
+        self, config: ModelConfig, origin: str, quantization: Quantization = UNQUANTIZED
+    ) -> None:
         """`origin` distinguishes weights from files and dummy weights."""
         self._architecture = {
             key: value for key, value in asdict(config).items() if key not in _EXCLUDED_FIELDS
         }
         self._origin = origin
+        self._quantization = quantization
         self._tensors: dict[str, str] = {}
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
@@ -41,7 +44,7 @@ class ModelDigest:
         """The digest, 32 bytes."""
         named = {
             "implementation": NATIVE_IMPLEMENTATION,
-            "quantization": UNQUANTIZED,
+            "quantization": self._quantization,
             "origin": self._origin,
             "architecture": self._architecture,
             "tensors": self._tensors,

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.errors import ConfigError
+from baton.models.model_identity import FP8, UNQUANTIZED, Quantization
 from kv_kernels.reference.elementwise import RMSNorm
 from kv_kernels.reference.linear import Linear
 from kv_kernels.reference.torch_kernels import TorchKernels
@@ -48,6 +49,7 @@ class ModelWeights:
     norm: RMSNorm
     head: Linear  # hidden -> vocab
     digest: bytes  # 32 bytes, over the architecture and every tensor
+    quantization: Quantization = UNQUANTIZED  # of the linear layers but the head
 
 
 def compute_expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -87,12 +89,13 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     kernels: TorchKernels,
+    quantization: Quantization = UNQUANTIZED,
 ) -> ModelWeights:
     """Read, check and pack the folder's safetensors. Raises ConfigError that names the tensor."""
     with Checkpoint(folder) as checkpoint:
         shapes = compute_expected_shapes(config)
         _require_match(folder, checkpoint, shapes, config)
-        digest = ModelDigest(config, "safetensors")
+        digest = ModelDigest(config, "safetensors", quantization)
 
         def source(name: str) -> torch.Tensor:
             tensor = checkpoint.load_tensor(name)
@@ -103,12 +106,16 @@ def load_weights(
             digest.add_tensor(name, tensor)
             return tensor.to(device, dtype)
 
-        weights = _build_weights(config, source, kernels)
-    return ModelWeights(*weights, digest=digest.compute_digest())
+        weights = _build_weights(config, source, kernels, quantization)
+    return ModelWeights(*weights, digest.compute_digest(), quantization)
 
 
 def build_dummy_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: TorchKernels
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: TorchKernels,
+    quantization: Quantization = UNQUANTIZED,
 ) -> ModelWeights:
     """Random weights, equal in every process, for measurements without a download."""
     generator = torch.Generator().manual_seed(DUMMY_SEED)
@@ -120,10 +127,9 @@ def build_dummy_weights(
             return torch.ones(shape, dtype=dtype, device=device)
         return torch.empty(shape).normal_(0.0, _DUMMY_STD, generator=generator).to(device, dtype)
 
-    weights = _build_weights(config, source, kernels)
-    return ModelWeights(
-        *weights, digest=ModelDigest(config, f"dummy {DUMMY_SEED}").compute_digest()
-    )
+    weights = _build_weights(config, source, kernels, quantization)
+    digest = ModelDigest(config, f"dummy {DUMMY_SEED}", quantization)
+    return ModelWeights(*weights, digest.compute_digest(), quantization)
 
 
 def _require_match(
@@ -156,11 +162,11 @@ def _refuse_tensors(folder: Path, what: str, names: list[str]) -> None:
 
 
 def _build_weights(
-    config: ModelConfig, source: TensorSource, kernels: TorchKernels
+    config: ModelConfig, source: TensorSource, kernels: TorchKernels, quantization: Quantization
 ) -> tuple[torch.Tensor, tuple[LayerWeights, ...], RMSNorm, Linear]:
     embedding = source("model.embed_tokens.weight")
     layers = tuple(
-        _build_layer(config, source, kernels, layer)
+        _build_layer(config, source, kernels, quantization, layer)
         for layer in _iter_layers_with_progress(config.num_layers)
     )
     norm = kernels.make_rms_norm(source("model.norm.weight"), config.norm_eps)
@@ -169,15 +175,20 @@ def _build_weights(
 
 
 def _build_layer(
-    config: ModelConfig, source: TensorSource, kernels: TorchKernels, layer: int
+    config: ModelConfig,
+    source: TensorSource,
+    kernels: TorchKernels,
+    quantization: Quantization,
+    layer: int,
 ) -> LayerWeights:
     prefix = f"model.layers.{layer}."
+    make_linear = kernels.make_fp8_linear if quantization == FP8 else kernels.make_linear
 
     def fused(bias: bool, *names: str) -> Linear:
         weight = [source(f"{prefix}{name}.weight") for name in names]
         biases = [source(f"{prefix}{name}.bias") for name in names] if bias else None
         joined = weight[0] if len(weight) == 1 else torch.cat(weight)
-        return kernels.make_linear(joined, torch.cat(biases) if biases else None)
+        return make_linear(joined, torch.cat(biases) if biases else None)
 
     return LayerWeights(
         attention_norm=kernels.make_rms_norm(

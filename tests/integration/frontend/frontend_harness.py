@@ -52,7 +52,12 @@ from coordinator.operators.port_connections import PortConnections
 from coordinator.text.tokenizer import NoTokenizer, Tokenizer
 
 MODEL_BOUNDS = ModelBounds(
-    vocab_size=1000, max_model_len=512, cache_tokens=4096, model_digest="ab12", dtype="float32"
+    vocab_size=1000,
+    max_model_len=512,
+    cache_tokens=4096,
+    model_digest="ab12",
+    dtype="float32",
+    quantization="fp8",
 )
 # a head, but its end
 COMPLETIONS_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

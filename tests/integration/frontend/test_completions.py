@@ -237,5 +237,5 @@ async def test_models_lists_the_served_model() -> None:
             assert (told["model_digest"], told["dtype"], told["quantization"]) == (
                 "ab12",
                 "float32",
-                "none",
+                "fp8",
             )

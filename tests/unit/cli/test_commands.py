@@ -263,19 +263,12 @@ def test_unavailable_commands(run: Run, capsys: Capture, command: str) -> None:
     assert capsys.readouterr().err == f"error: baton {command} is not available in this version\n"
 
 
-@pytest.mark.parametrize("option", [("--quantize", "int8")])
-def test_unavailable_options(run: Run, capsys: Capture, option: tuple[str, str]) -> None:
-    assert run("up", *option) == 1
-    assert re.fullmatch(
-        f"error: {option[0]}.* is not available in this version\n", capsys.readouterr().err
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--port", "70000"), "port is '70000'"),
         (("--mode", "sideways"), "mode is 'sideways'"),
+        (("--quantize", "int8"), "quantize is 'int8'"),
         (("--set", "nonsense"), "nonsense"),
         (("--set", "colour=red"), "colour"),
         (("--threads", "many"), "threads is 'many'"),

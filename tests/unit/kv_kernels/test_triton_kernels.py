@@ -131,5 +131,58 @@ def test_rows_without_a_finite_maximum_are_reported(
     assert damaged == [-1, -1, -1]
 
 
+@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize("case", ["norm with residual", "norm alone", "silu"])
+def test_quantized_rows_are_rounded_to_the_nearest(
+    measured: Measured, case: str, kind: str
+) -> None:
+    assert measured[f"fp8 {case} {kind}"] < 1.001
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+def test_quantized_rows_equal_the_reference(measured: Measured, kind: str) -> None:
+    assert measured[f"fp8 rows {kind}"] is True
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize("rows", [1, 5, 17, 33])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "whole",
+        "with bias",
+        "in narrow tiles",
+        "in narrow tiles with bias",
+        "split",
+        "split with bias",
+        "with idle splits",
+        "of torch",
+        "of torch with bias",
+    ],
+)
+def test_fp8_products_equal_the_reference(
+    measured: Measured, case: str, rows: int, kind: str
+) -> None:
+    assert measured[f"fp8 product {case} {rows} {kind}"] < TOLERANCE[kind]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 17, 33, 70])
+def test_fp8_layers_equal_the_reference(measured: Measured, rows: int) -> None:
+    assert measured[f"fp8 linear {rows} float32"] < 1e-5
+    assert measured[f"fp8 linear {rows} bfloat16"] < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("rows", [5, 80])
+def test_batch_invariant_fp8_layers_equal_the_reference(measured: Measured, rows: int) -> None:
+    assert measured[f"fp8 invariant {rows}"] < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("rows", [5, 80])
+def test_damaged_rows_reach_the_result_of_an_fp8_layer(
+    measured: dict[str, list[int]], rows: int
+) -> None:
+    assert measured[f"fp8 damaged {rows}"] == [1, 3]
+
+
 def test_the_cpu_gets_the_reference() -> None:
     assert type(kernels_for(torch.device("cpu"))) is TorchKernels

@@ -13,9 +13,12 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from kv_kernels.reference.fp8 import Fp8Rows, quantize_rows
 from kv_kernels.reference.paged_attention import PagedCache
-from kv_kernels.triton import layer_ops
+from kv_kernels.triton import fp8_layer_ops, layer_ops
+from kv_kernels.triton.batch_invariant_linear import BatchInvariantLinear
 from kv_kernels.triton.block_copy import copy_blocks_between, move_blocks
+from kv_kernels.triton.fp8_linear import FewRowsPlan, multiply_few_rows
 from kv_kernels.triton.prefill_attention import PrefillChunk, attend_chunks, list_query_tiles
 from kv_kernels.triton.row_linear import multiply_row
 from kv_kernels.triton.sampling import SamplingRows, sample_rows
@@ -67,6 +70,8 @@ def compile_kernels(dtype: torch.dtype) -> None:
     layer_ops.add_rms_norm(x, None, x[0], 1e-5)
     layer_ops.add_rms_norm(x, x.clone(), x[0], 1e-5)
     multiply_row(x[:1], torch.zeros(512, HEADS * DIM, dtype=dtype), None)
+    for bias in (None, torch.zeros(512, dtype=dtype)):
+        BatchInvariantLinear(torch.zeros(512, HEADS * DIM, dtype=dtype), bias)(x)
     layer_ops.silu_mul(torch.zeros(tokens, 2 * 14336, dtype=dtype))
     qkv = torch.zeros(tokens, HEADS + 2 * KV_HEADS, DIM, dtype=dtype)
     places = torch.zeros(tokens, dtype=torch.int32)
@@ -88,10 +93,31 @@ def compile_kernels(dtype: torch.dtype) -> None:
         move_blocks(cache.arena, cache.arena.clone(), places, places, layer)
 
 
+def compile_fp8_kernels() -> None:
+    """Launch every FP8 kernel in the shapes of a common model."""
+    hidden = torch.zeros(3, HEADS * DIM, dtype=torch.bfloat16)
+    fp8_layer_ops.add_rms_norm(hidden, None, hidden[0], 1e-5)
+    fp8_layer_ops.add_rms_norm(hidden, hidden.clone(), hidden[0], 1e-5)
+    fp8_layer_ops.silu_mul(torch.zeros(3, 2 * 14336, dtype=torch.bfloat16))
+    fp8_layer_ops.quantize_rows(hidden)
+    weight = quantize_rows(torch.zeros(512, HEADS * DIM))
+    bias = torch.zeros(512, dtype=torch.bfloat16)
+    plans = [FewRowsPlan.choose(features, 4096, 1) for features in (4096, 28672)]
+    for added in (None, bias):
+        x, scales = weight.values[:1], (weight.scales[:1], weight.scales)
+        multiply_row(x, weight.values, added, scales=scales, dtype=torch.bfloat16)
+    for rows in (2, 17, 64):
+        few = Fp8Rows(weight.values[:rows], weight.scales[:rows])
+        for plan in (*plans, FewRowsPlan(64, 128, splits=4), FewRowsPlan(64, 128, rows=64)):
+            for added in (None, bias):
+                multiply_few_rows(few, weight, added, torch.bfloat16, plan)
+
+
 def main() -> None:
     driver = CompilingDriver()
     triton.runtime.driver.set_active(driver)
     compile_kernels(torch.bfloat16)
+    compile_fp8_kernels()
     json.dump(sorted(set(driver.utils.names)), sys.stdout)
 
 

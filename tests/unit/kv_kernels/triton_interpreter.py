@@ -12,8 +12,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
+from kv_kernels.triton.fp8_linear import FewRowsPlan
 from tests.gpu import block_comparisons
+from tests.gpu import fp8_comparisons as compare_fp8
 from tests.gpu import kernel_comparisons as compare
+from tests.gpu.interpreter_casts import install_casts
 from tests.gpu.kernel_comparisons import SAMPLING_FILTERS, AttentionShape
 
 CPU = torch.device("cpu")
@@ -38,6 +41,20 @@ ROTATIONS = {
     "odd sizes": (AttentionShape(1, 3, 24, 6), False),
     "QK norm": (AttentionShape(2, 3, 12, 4), True),
 }
+# Width, plan and bias; a width that tiles do not divide, and splits that get nothing to read.
+FP8_PRODUCTS: dict[str, tuple[int, FewRowsPlan | None, bool]] = {
+    "whole": (256, FewRowsPlan(64, 128), False),
+    "with bias": (144, FewRowsPlan(64, 128), True),
+    "in narrow tiles": (512, FewRowsPlan(32, 256), False),
+    "in narrow tiles with bias": (144, FewRowsPlan(32, 256), True),
+    "split": (256, FewRowsPlan(64, 128, splits=2), False),
+    "split with bias": (528, FewRowsPlan(64, 128, splits=3), True),
+    "with idle splits": (80, FewRowsPlan(64, 128, splits=4), False),
+    "of torch": (144, None, False),
+    "of torch with bias": (144, None, True),
+}
+FP8_ROWS = (1, 5, 17, 33)
+FP8_LAYER_ROWS = (1, 5, 17, 33, 70)  # the last one is multiplied by torch
 
 
 def measure_errors(kind: str) -> dict[str, float]:
@@ -65,10 +82,33 @@ def measure_errors(kind: str) -> dict[str, float]:
     return errors
 
 
+def measure_fp8_errors(kind: str) -> dict[str, object]:
+    """Errors of the FP8 kernels with activations in one dtype."""
+    dtype = getattr(torch, kind)
+    results: dict[str, object] = {
+        f"fp8 norm with residual {kind}": compare_fp8.measure_norm_steps(
+            5, 48, dtype, CPU, residual=True
+        ),
+        f"fp8 norm alone {kind}": compare_fp8.measure_norm_steps(2, 37, dtype, CPU, residual=False),
+        f"fp8 silu {kind}": compare_fp8.measure_silu_steps(3, 1100, dtype, CPU),
+        f"fp8 rows {kind}": compare_fp8.quantizes_like_reference(31, 75, dtype, CPU),
+    }
+    for rows in FP8_ROWS:
+        for case, (width, plan, bias) in FP8_PRODUCTS.items():
+            results[f"fp8 product {case} {rows} {kind}"] = compare_fp8.measure_product_error(
+                rows, 80, width, dtype, CPU, bias=bias, plan=plan
+            )
+    for rows in FP8_LAYER_ROWS:
+        results[f"fp8 linear {rows} {kind}"] = compare_fp8.measure_linear_error(rows, dtype, CPU)
+    return results
+
+
 def main() -> None:
+    install_casts()
     results: dict[str, object] = {}
     for kind in KINDS:
         results |= measure_errors(kind)
+        results |= measure_fp8_errors(kind)
         source = torch.empty(6, 3, 2, 2, 4, 10, dtype=getattr(torch, kind))
         for layer in (None, 2):
             results[f"copy of layer {layer} {kind}"] = block_comparisons.check_block_copies(
@@ -85,6 +125,9 @@ def main() -> None:
         )
     for temperature in (0.0, 1.0):
         results[f"damaged {temperature}"] = compare.sample_damaged_rows(CPU, temperature)
+    for rows in (5, 80):
+        results[f"fp8 invariant {rows}"] = compare_fp8.measure_invariant_error(rows, CPU)
+        results[f"fp8 damaged {rows}"] = compare_fp8.find_damaged_rows(rows, CPU)
     json.dump(results, sys.stdout)
 
 

@@ -1,10 +1,11 @@
 """The checks of `baton doctor` about GPUs: the driver, the build of torch, memory, Triton."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from baton.cli.checks import gpu
+from baton.cli.checks.finding import Finding
 from baton.config.settings import Config
 from tests.unit.cli.findings import PROBE_RESULT, assert_finding
 
@@ -92,6 +93,20 @@ def test_gpus_of_little_use() -> None:
     assert_finding(gpu.check_free_memory([H200, full]), "warning", "3.0GiB", "nvidia-smi")
     lost = {"name": "NVIDIA H200", "capability": [9, 0], "error": "CUDA error: no device"}
     assert_finding(gpu.check_free_memory([H200, lost]), "bad", "cuda:1 CUDA error: no device")
+
+
+def test_fp8() -> None:
+    found = {**PROBE_RESULT, "driver": DRIVER, "gpus": [H200]}
+
+    def check(quantize: Literal["none", "fp8"], **settings: Any) -> list[Finding]:
+        findings = gpu.check_gpus(Config(quantize=quantize, **settings), found)
+        return [finding for finding in findings if finding.name == "fp8"]
+
+    assert check("none") == check("fp8", engine="paced") == []
+    assert_finding(check("fp8")[0], "ok", "1 GPU")
+    assert_finding(check("fp8", device="cpu")[0], "bad", "compute on the CPU", "--quantize none")
+    old = H200 | {"name": "NVIDIA A100", "capability": [8, 0]}
+    assert_finding(gpu.check_fp8([H200, old]), "bad", "NVIDIA A100 has no products in FP8", "8.9")
 
 
 def test_triton() -> None:

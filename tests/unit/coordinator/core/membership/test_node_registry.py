@@ -40,7 +40,7 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "implementation": ({"implementation": "native"}, "'native'", "'paced'"),
     "dtype": ({"dtype": "bfloat16"}, "'bfloat16'", "'float32'"),
-    "quantization": ({"quantization": "int8"}, "'int8'", "'none'"),
+    "quantization": ({"quantization": "fp8"}, "'fp8'", "'none'"),
     "model_digest": ({"model_digest": "cd"}, "'cd'", "'ab'"),
     "vocab_size": ({"vocab_size": 999}, "999", "1000"),
     "eos_token_ids": ({"eos_token_ids": (2, 3)}, "(2, 3)", "(2,)"),

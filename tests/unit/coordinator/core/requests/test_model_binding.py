@@ -21,7 +21,7 @@ from tests.unit.coordinator.core.brain_harness import (
 OTHERS: list[dict[str, Any]] = [
     {"model_digest": "cd"},
     {"dtype": "bfloat16"},
-    {"quantization": "int8"},
+    {"quantization": "fp8"},
     {"implementation": "native"},
     {"layout": KVLayout(2, 1, 4, 16, "bfloat16")},
 ]

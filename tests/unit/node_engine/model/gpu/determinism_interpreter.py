@@ -15,9 +15,11 @@ from pathlib import Path
 import torch
 
 from baton.kv.blocks import KVLayout
+from baton.models.model_identity import FP8, UNQUANTIZED, Quantization
 from kv_kernels.reference.linear import PlainLinear
 from kv_kernels.reference.torch_kernels import TorchKernels
 from kv_kernels.triton.batch_invariant_linear import BatchInvariantLinear
+from kv_kernels.triton.fp8_linear import BatchInvariantFp8Linear
 from node_engine.model.config.model_config import load_model_config
 from node_engine.model.gpu import fused_transformer
 from node_engine.model.gpu.fused_transformer import FusedTransformer
@@ -25,6 +27,7 @@ from node_engine.model.gpu.gpu_engine import GpuEngine
 from node_engine.model.loading.weights import load_weights
 from tests.gpu.determinism import compare_products, find_differences
 from tests.gpu.engine_comparisons import bind_engine, generate_in_chunks
+from tests.gpu.interpreter_casts import install_casts
 
 CPU = torch.device("cpu")
 MAX_MODEL_LEN = 256
@@ -44,14 +47,17 @@ class BatchInvariantKernels(TorchKernels):
     """The linear layers of `--deterministic`."""
 
     make_linear = BatchInvariantLinear
+    make_fp8_linear = BatchInvariantFp8Linear
 
 
-def build_engine(folder: Path, *, deterministic: bool) -> GpuEngine:
+def build_engine(
+    folder: Path, *, deterministic: bool, quantization: Quantization = UNQUANTIZED
+) -> GpuEngine:
     config = load_model_config(folder)
     kernels = BatchInvariantKernels() if deterministic else PlainKernels()
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, 16, "float32")
     with torch.inference_mode():
-        weights = load_weights(folder, config, torch.float32, CPU, kernels)
+        weights = load_weights(folder, config, torch.float32, CPU, kernels, quantization)
         model = FusedTransformer(
             config, weights, MAX_MODEL_LEN, upcast=True, deterministic=deterministic
         )
@@ -61,6 +67,7 @@ def build_engine(folder: Path, *, deterministic: bool) -> GpuEngine:
 
 
 def main() -> None:
+    install_casts()
     torch.set_num_threads(1)
     asked = json.load(sys.stdin)
     folder = Path(asked["folder"])
@@ -68,6 +75,8 @@ def main() -> None:
     results: dict[str, object] = {"different": find_differences(engine, LENGTH)}
     bind_engine(engine)
     results["tokens"] = generate_in_chunks(engine, asked["prompts"], asked["count"])
+    quantized = build_engine(folder, deterministic=True, quantization=FP8)
+    results["different in fp8"] = find_differences(quantized, LENGTH)
     plain = build_engine(folder, deterministic=False)
     results["different without"] = find_differences(plain, LENGTH, ["in a batch", "in chunks"])
     for name, (in_width, out_width, bias) in PRODUCTS.items():

@@ -18,11 +18,13 @@ from typing import Any, cast
 import torch
 
 from baton.kv.blocks import KVLayout
+from baton.models.model_identity import FP8, UNQUANTIZED, Quantization
 from baton.process import log
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels.reference import linear
 from kv_kernels.reference.torch_kernels import TorchKernels
 from kv_kernels.triton.block_copy import copy_blocks_between
+from kv_kernels.triton.fp8_linear import TritonFp8Linear
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.core.step.step_limits import StepLimits
 from node_engine.model.config.model_config import load_model_config
@@ -35,9 +37,14 @@ from node_engine.model.gpu.memory_profile import run_widest_steps
 from node_engine.model.gpu.run_ahead import is_decode_slice
 from node_engine.model.gpu.step_launcher import LaunchedStep
 from node_engine.model.loading.weights import load_weights
+from node_engine.model.model_engine import ModelEngine
 from node_engine.model.model_loader import load_model_engine
+from node_engine.model.sampling.sampler import sample_tokens
+from node_engine.model.transformer import Transformer
 from tests.gpu import engine_comparisons as compare
+from tests.gpu.interpreter_casts import install_casts
 from tests.sequence_runs import SequenceRun, ShuffledBlocks, run_step
+from tools.perplexity import score_tokens
 
 CPU = torch.device("cpu")
 MAX_MODEL_LEN = 256
@@ -49,13 +56,16 @@ class InterpretedKernels(TorchKernels):
     """The reference, with linear layers as a GPU has them."""
 
     make_linear = staticmethod(linear.PlainLinear)
+    make_fp8_linear = TritonFp8Linear
 
 
-def build_engine(folder: Path, max_graph_rows: int = 0) -> GpuEngine:
+def build_engine(
+    folder: Path, quantization: Quantization = UNQUANTIZED, max_graph_rows: int = 0
+) -> GpuEngine:
     config, kernels = load_model_config(folder), InterpretedKernels()
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, 16, "float32")
     with torch.inference_mode():
-        weights = load_weights(folder, config, torch.float32, CPU, kernels)
+        weights = load_weights(folder, config, torch.float32, CPU, kernels, quantization)
         model = FusedTransformer(config, weights, MAX_MODEL_LEN, upcast=True)
     return GpuEngine(
         config,
@@ -67,6 +77,47 @@ def build_engine(folder: Path, max_graph_rows: int = 0) -> GpuEngine:
         weights.digest,
         max_graph_rows=max_graph_rows,
     )
+
+
+def build_twin(folder: Path, quantization: Quantization) -> ModelEngine:
+    """The engine of a CPU in fp32, which FP8 is not served in."""
+    config, kernels = load_model_config(folder), TorchKernels()
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, 16, "float32")
+    with torch.inference_mode():
+        weights = load_weights(folder, config, torch.float32, CPU, kernels, quantization)
+        model = Transformer(config, weights, kernels)
+    return ModelEngine(
+        config,
+        model,
+        kernels,
+        layout,
+        CPU,
+        MAX_MODEL_LEN,
+        weights.digest,
+        sample_tokens,
+    )
+
+
+def compare_fp8(folder: Path, prompt: list[int]) -> dict[str, object]:
+    """Logprobs of a prompt, and tokens and logprobs of special rows, in FP8."""
+    engines = {
+        "fused": build_engine(folder, FP8),
+        "twin": build_twin(folder, FP8),
+        "unquantized": build_twin(folder, UNQUANTIZED),
+    }
+    results: dict[str, object] = {}
+    for name, engine in engines.items():
+        compare.bind_engine(engine)
+        scores = score_tokens(engine, prompt)
+        if isinstance(engine, GpuEngine):
+            capture_layers(engine)
+        tokens, logprobs = compare.run_special_rows(engine)
+        results[name] = {
+            "scores": scores,
+            "special tokens": tokens,
+            "special logprobs": logprobs,
+        }
+    return results
 
 
 class RepeatedCall:
@@ -152,7 +203,7 @@ def run_ahead(folder: Path, prompts: list[list[int]]) -> dict[str, object]:
     launches: list[tuple[bool, bool]] = []
     answers = []
     for uses_graphs in (False, True):
-        engine = build_engine(folder, 4 if uses_graphs else 0)
+        engine = build_engine(folder, max_graph_rows=4 if uses_graphs else 0)
         compare.bind_engine(engine)
         if uses_graphs:
             capture_decode_steps(engine)
@@ -183,7 +234,10 @@ def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str,
 
     The engine finds that it cannot capture graphs, as on a GPU whose driver refuses it.
     """
-    engine, reference = build_engine(folder, 4), load_model_engine(folder, device="cpu")
+    engine, reference = (
+        build_engine(folder, max_graph_rows=4),
+        load_model_engine(folder, device="cpu"),
+    )
     results: dict[str, object] = {
         "handoff": compare.generate_after_handoff(engine, build_engine(folder), prompts[-1], count),
         "is_saved": compare.saves_what_it_announces(lambda: build_engine(folder), prompts[-2]),
@@ -206,6 +260,7 @@ def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str,
 
 
 def main() -> None:
+    install_casts()
     torch.set_num_threads(1)
     log.configure_logging("info", "json")
     results: dict[str, object] = {}
@@ -217,6 +272,7 @@ def main() -> None:
         results[f"{name} tokens"] = compare.generate_in_chunks(
             engine, model["prompts"], model["count"]
         )
+        results[f"{name} fp8"] = compare_fp8(Path(model["folder"]), model["prompts"][-1])
     name, model = next(iter(models.items()))
     results |= compare_all(Path(model["folder"]), model["prompts"], model["count"])
     json.dump(results, sys.stdout)

@@ -65,6 +65,13 @@ def test_logits_are_equal_bit_by_bit_whatever_else_is_computed(
 
 
 @pytest.mark.slow
+def test_logits_in_fp8_are_equal_bit_by_bit_whatever_else_is_computed(
+    computed: ComputedWithFixedSums,
+) -> None:
+    assert computed.results["different in fp8"] == []
+
+
+@pytest.mark.slow
 def test_without_the_setting_logits_depend_on_the_batch(computed: ComputedWithFixedSums) -> None:
     """Otherwise the comparison would show nothing."""
     assert computed.results["different without"] == ["in a batch", "in chunks"]

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from baton.errors import OutOfMemory
 from baton.kv.blocks import KVLayout
+from baton.models.model_identity import UNQUANTIZED
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.core.step.engine import DeviceLost
@@ -46,7 +47,13 @@ def decode_batch(position: int = 0, token: int = 1) -> StepBatch:
     return StepBatch((SequenceSlice(SequenceId(1), (token,), position, table, spec),))
 
 
-class FailingModel:
+class UnusedModel:
+    """A model that computes nothing."""
+
+    quantization = UNQUANTIZED
+
+
+class FailingModel(UnusedModel):
     """A model whose forward pass raises."""
 
     def __init__(self, error: Exception) -> None:
@@ -90,10 +97,10 @@ class FakeLaunchedStep:
         return [7]
 
 
-def make_engine(model: object = None, launcher: object = None) -> GpuEngine:
+def make_engine(model: UnusedModel | None = None, launcher: object = None) -> GpuEngine:
     engine = GpuEngine(
         CONFIG,
-        model,  # type: ignore[arg-type]
+        model or UnusedModel(),  # type: ignore[arg-type]
         TorchKernels(),
         LAYOUT,
         torch.device("cpu"),

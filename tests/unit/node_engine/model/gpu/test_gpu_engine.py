@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.models import FamilyName, StablePrompt, build_model, find_stable_prompts
@@ -113,3 +114,23 @@ def test_copied_block_continues_the_prefix_after_a_warm_up(computed: Computed) -
 
 def test_damaged_cache_is_reported(computed: Computed) -> None:
     assert computed.results["is_damage_reported"] is True
+
+
+@pytest.mark.parametrize("family", LENGTHS)
+def test_fp8_logprobs_equal_those_of_the_twin(computed: Computed, family: FamilyName) -> None:
+    """A value between two numbers of FP8 may be rounded either way, so a few of them differ."""
+    found = computed.results[f"{family} fp8"]
+    for part in ("scores", "special logprobs"):
+        fused, twin, unquantized = (
+            np.array(found[name][part]) for name in ("fused", "twin", "unquantized")
+        )
+        assert np.isfinite(fused).all()
+        assert np.abs(fused - twin).mean() < 0.03
+        assert np.abs(fused - unquantized).mean() > 0.1
+
+
+@pytest.mark.parametrize("family", LENGTHS)
+def test_fp8_tokens_equal_those_of_the_twin(computed: Computed, family: FamilyName) -> None:
+    found = computed.results[f"{family} fp8"]
+    tokens, twin = (np.array(found[name]["special tokens"]) for name in ("fused", "twin"))
+    assert (tokens == twin).mean() > 0.95

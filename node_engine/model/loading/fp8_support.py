@@ -1,0 +1,69 @@
+"""Checks whether a model can be served with `--quantize fp8` on a device."""
+
+import torch
+
+from baton.errors import ConfigError
+from baton.models.model_identity import FP8, FP8_MIN_CAPABILITY, Quantization
+from kv_kernels.reference.fp8 import WIDTH_MULTIPLE
+from node_engine.model.config.model_config import ModelConfig
+
+
+def check_quantization(
+    quantize: Quantization,
+    config: ModelConfig,
+    dtype: str,
+    device: torch.device,
+    *,
+    emulates_fp8: bool,
+) -> None:
+    """Raises ConfigError if the model cannot be served on `device` with this `--quantize`.
+
+    With `emulates_fp8` a CPU will do.
+    """
+    if quantize == FP8:
+        require_fp8_model(config, dtype)
+        if device.type != "cpu" or not emulates_fp8:
+            require_fp8_products(device)
+
+
+def require_fp8_model(config: ModelConfig, dtype: str) -> None:
+    """Raises ConfigError for a dtype or a shape that FP8 products do not serve."""
+    if dtype != "bfloat16":
+        raise ConfigError(
+            f"--quantize fp8 goes with dtype bfloat16, and dtype is {dtype} here:"
+            " choose --dtype bfloat16 or --quantize none",
+            param="quantize",
+        )
+    widths = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "the width of queries": config.num_heads * config.head_dim,
+        "the width of queries, keys and values": (
+            (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        ),
+    }
+    for name, width in widths.items():
+        if width % WIDTH_MULTIPLE:
+            raise ConfigError(
+                f"--quantize fp8: {name} of the model is {width}, and FP8 products need multiples"
+                f" of {WIDTH_MULTIPLE}: choose --quantize none",
+                param="quantize",
+            )
+
+
+def require_fp8_products(device: torch.device) -> None:
+    """Raises ConfigError for a device that does not multiply in FP8."""
+    needed = "an NVIDIA GPU of compute capability 8.9 or later, such as an L40S, H100 or H200"
+    if device.type != "cuda":
+        raise ConfigError(
+            f"--quantize fp8 needs {needed}, and this node computes on a CPU: choose"
+            " --device cuda on such a machine, or --quantize none",
+            param="quantize",
+        )
+    found = torch.cuda.get_device_capability(device)
+    if found < FP8_MIN_CAPABILITY:
+        name, capability = torch.cuda.get_device_name(device), ".".join(map(str, found))
+        raise ConfigError(
+            f"--quantize fp8 needs {needed}, and {name} has {capability}: choose --quantize none",
+            param="quantize",
+        )

@@ -1,0 +1,30 @@
+"""Casts of Triton's interpreter to and from bf16 and e4m3, done by torch.
+
+The interpreter's own round halves up, carry wrongly into the exponent, and lose NaN.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+_TORCH_DTYPES = {
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.bfloat16: torch.bfloat16,
+    tl.float16: torch.float16,
+    tl.float32: torch.float32,
+}
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def _cast(data: Any, source: tl.dtype, target: tl.dtype, _: object) -> Any:
+    """The bits of `data` in another floating-point type."""
+    bits = torch.from_numpy(np.ascontiguousarray(data)).flatten().view(_TORCH_DTYPES[source])
+    cast = bits.to(_TORCH_DTYPES[target]).view(torch.uint8).numpy()
+    return cast.view(_UNSIGNED[target.primitive_bitwidth // 8]).reshape(data.shape)
+
+
+def install_casts() -> None:
+    interpreter._convert_float = _cast
