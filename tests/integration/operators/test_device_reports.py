@@ -70,7 +70,7 @@ class FakeGpuEngine(PacedEngine):
 
 
 async def test_node_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "build_engine", lambda config: FakeGpuEngine())
+    monkeypatch.setattr(assemble, "build_engine", lambda *_: FakeGpuEngine())
     stop = asyncio.Event()
     async with running_coordinator(mode="colocated", engine="paced", heartbeat=0.1) as bench:
         config = Config(
