@@ -11,14 +11,21 @@ from rich.console import Console
 
 from baton.cli.common.errors import innermost_error
 from baton.errors import BatonError
-from benchmarks.figures.report import ResultRow, reproducing_command, write_json
+from benchmarks.figures.report import (
+    BenchmarkIncomplete,
+    HardwareMissing,
+    ResultRow,
+    reproducing_command,
+    write_json,
+)
 
 # Each module has HELP, add_arguments(parser) and main(options, console, command) -> rows; it prints
-# its own results.
+# its own results. It raises HardwareMissing if this machine cannot run it.
 BENCHMARK_MODULES = {
     "compare": "benchmarks.compare",
     "coordinator": "benchmarks.coordinator",
     "engine": "benchmarks.engine",
+    "gpu": "benchmarks.gpu",
     "interference": "benchmarks.interference",
     "kernels": "benchmarks.kernels",
     "links": "benchmarks.links",
@@ -33,7 +40,11 @@ _WIDTH = 160  # columns
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command line. Returns 0 if measured, 1 if not possible, 2 for wrong usage."""
+    """Run the command line.
+
+    Returns 0 if measured, 1 if not possible, 2 for wrong usage or missing hardware. `all` leaves
+    out the benchmarks whose hardware is missing, with a line for each.
+    """
     if arguments and arguments[0] in UNAVAILABLE_BENCHMARKS:
         sys.stderr.write(f"error: bench {arguments[0]} is not available in this version\n")
         return 1
@@ -48,6 +59,12 @@ def main(arguments: list[str]) -> int:
     try:
         for name in list(modules) if options.benchmark == "all" else [options.benchmark]:
             rows += _run_benchmark(modules[name], name, options, console)
+    except HardwareMissing as missing:
+        sys.stderr.write(f"error: {missing}\n")
+        return 2
+    except BenchmarkIncomplete as incomplete:
+        rows += incomplete.rows
+        failure = str(incomplete)
     except Exception as group:
         error = innermost_error(group)
         if not isinstance(error, BatonError | ValueError | TimeoutError | grpc.RpcError):
@@ -63,14 +80,21 @@ def main(arguments: list[str]) -> int:
 def _run_benchmark(
     module: ModuleType, name: str, options: argparse.Namespace, console: Console
 ) -> list[ResultRow]:
-    if options.benchmark == "all":
+    is_one_of_all = options.benchmark == "all"
+    if is_one_of_all:
         options = argparse.Namespace(
             **{**vars(make_parser({name: module}).parse_args([name])), "benchmark": name}
         )
         command = reproducing_command([name])
     else:
         command = reproducing_command(sys.argv[1:])
-    rows: list[ResultRow] = module.main(options, console, command)
+    try:
+        rows: list[ResultRow] = module.main(options, console, command)
+    except HardwareMissing as error:
+        if not is_one_of_all:
+            raise
+        sys.stderr.write(f"SKIPPED {name}: {error}\n")
+        return []
     return rows
 
 

@@ -8,13 +8,11 @@ kernels, replayed in CUDA graphs as in decode steps, and on a CPU the torch kern
 """
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
 from rich.console import Console
 
+from benchmarks.device.timing import Call, capture_calls, median_seconds
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 from kv_kernels.reference import elementwise, paged_attention
 from kv_kernels.reference.paged_attention import AttentionContext, PagedCache, SlotMapping
@@ -28,8 +26,6 @@ PROMPTS = {"cuda": (512, 2048, 8192), "cpu": (512,)}  # tokens
 WRITES = {"cuda": (1, 64, 2048), "cpu": (1, 64)}  # tokens of a step
 _COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # bytes: beyond the caches
 _MATRIX_SIZE = {"cuda": 8192, "cpu": 1024}
-
-Call = Callable[[], object]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +73,7 @@ def _copy_rate(device: torch.device, rounds: int) -> float:
     """Return bytes per second, read and written."""
     source = torch.ones(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _median_seconds(lambda: target.copy_(source), device, rounds)
+    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device, rounds)
 
 
 def _product_rate(device: torch.device, rounds: int) -> float:
@@ -85,95 +81,80 @@ def _product_rate(device: torch.device, rounds: int) -> float:
     size = _MATRIX_SIZE[device.type]
     left, right = _randn(device, size, size), _randn(device, size, size)
     out = torch.empty_like(left)
-    return 2 * size**3 / _median_seconds(lambda: torch.mm(left, right, out=out), device, rounds)
+    return 2 * size**3 / median_seconds(lambda: torch.mm(left, right, out=out), device, rounds)
 
 
 def _decode_rate(device: torch.device, batch: int, context: int, rounds: int) -> float:
     """Return bytes of KV (bf16) per second; the blocks of each sequence are scattered."""
     blocks = context // BLOCK_SIZE
-    cache = _make_cache(device, batch * blocks)
-    tables = torch.randperm(batch * blocks).reshape(batch, blocks)
-    query = _randn(device, batch, HEADS, DIM)
-    call = _plan_decode(cache, tables, blocks * BLOCK_SIZE, query)
+    length = blocks * BLOCK_SIZE
+    call = _plan_decode(device, batch, length)
+    kv_bytes = batch * length * 2 * KV_HEADS * DIM * torch.bfloat16.itemsize
+    return kv_bytes / median_seconds(call, device, rounds)
+
+
+def _plan_decode(device: torch.device, batch: int, length: int) -> Call:
     if device.type == "cuda":
-        call = _capture(call)
-    return cache.arena.nbytes / _median_seconds(call, device, rounds)
+        from benchmarks.device import triton_calls
 
-
-def _plan_decode(cache: PagedCache, tables: torch.Tensor, length: int, query: torch.Tensor) -> Call:
-    batch, blocks = tables.shape
+        sizes = triton_calls.AttentionSizes(HEADS, KV_HEADS, DIM, BLOCK_SIZE)
+        return capture_calls(triton_calls.plan_decode(sizes, device, batch, length), device)
+    blocks = length // BLOCK_SIZE
+    cache = _make_cache(device, batch * blocks)
+    query = _randn(device, batch, HEADS, DIM)
     out = torch.empty_like(query)
-    if query.device.type == "cpu":
-        contexts = [AttentionContext(table.numpy(), length) for table in tables]
-        parts = paged_attention.plan_decode(cache, contexts, query.dtype)
-        return lambda: [part(query, 0, out) for part in parts]
-    from kv_kernels.triton.split_decode import SplitDecode
-    from node_engine.model.gpu.fused_transformer import choose_splits
-
-    decode = SplitDecode.allocate(
-        tables.flatten().to(query.device, torch.int32),
-        torch.arange(0, batch * blocks, blocks, dtype=torch.int32, device=query.device),
-        torch.full((batch,), length, dtype=torch.int32, device=query.device),
-        HEADS,
-        DIM,
-        choose_splits(batch, KV_HEADS),
-    )
-    return lambda: decode.attend(query, cache, 0, None, out)
+    tables = torch.randperm(batch * blocks).reshape(batch, blocks)
+    contexts = [AttentionContext(table.numpy(), length) for table in tables]
+    parts = paged_attention.plan_decode(cache, contexts, query.dtype)
+    return lambda: [part(query, 0, out) for part in parts]
 
 
 def _prefill_rate(device: torch.device, tokens: int, rounds: int) -> float:
     """Return operations per second of causal attention of one prompt, in one chunk."""
-    blocks = -(-tokens // BLOCK_SIZE)
-    query = _randn(device, tokens, HEADS, DIM)
-    call = _plan_prefill(_make_cache(device, blocks), torch.randperm(blocks), query)
     operations = 4 * HEADS * DIM * tokens * (tokens + 1) // 2
-    return operations / _median_seconds(call, device, rounds)
+    return operations / median_seconds(_plan_prefill(device, tokens), device, rounds)
 
 
-def _plan_prefill(cache: PagedCache, table: torch.Tensor, query: torch.Tensor) -> Call:
-    tokens, out = len(query), torch.empty_like(query)
-    if query.device.type == "cpu":
-        mask = paged_attention.causal_mask(tokens, query.dtype, query.device)
-        context = AttentionContext(table.numpy(), tokens)
-        part = paged_attention.plan_prefill(cache, 0, tokens, context, mask)
-        return lambda: part(query, 0, out)
-    from kv_kernels.triton.prefill_attention import PrefillChunk, attend_chunks, list_query_tiles
+def _plan_prefill(device: torch.device, tokens: int) -> Call:
+    if device.type == "cuda":
+        from benchmarks.device import triton_calls
 
-    tables = table.to(query.device, torch.int32)
-    tiles = torch.from_numpy(list_query_tiles([PrefillChunk(0, tokens, 0, 0)])).to(query.device)
-    return lambda: attend_chunks(query, cache, 0, tables, tiles, None, out)
+        sizes = triton_calls.AttentionSizes(HEADS, KV_HEADS, DIM, BLOCK_SIZE)
+        return triton_calls.plan_prefill(sizes, device, tokens)
+    blocks = -(-tokens // BLOCK_SIZE)
+    cache, query = _make_cache(device, blocks), _randn(device, tokens, HEADS, DIM)
+    out = torch.empty_like(query)
+    mask = paged_attention.causal_mask(tokens, query.dtype, query.device)
+    context = AttentionContext(torch.randperm(blocks).numpy(), tokens)
+    part = paged_attention.plan_prefill(cache, 0, tokens, context, mask)
+    return lambda: part(query, 0, out)
 
 
 def _write_rate(device: torch.device, tokens: int, rounds: int) -> float:
     """Return bytes per second of rotating queries and keys and writing KV, read and written."""
+    values = (HEADS + 2 * KV_HEADS) * DIM * torch.bfloat16.itemsize
+    return 2 * tokens * values / median_seconds(_plan_write(device, tokens), device, rounds)
+
+
+def _plan_write(device: torch.device, tokens: int) -> Call:
+    if device.type == "cuda":
+        from benchmarks.device import triton_calls
+
+        sizes = triton_calls.AttentionSizes(HEADS, KV_HEADS, DIM, BLOCK_SIZE)
+        return capture_calls(triton_calls.plan_rotate_and_write(sizes, device, tokens), device)
     cache = _make_cache(device, -(-tokens // BLOCK_SIZE))
     qkv = _randn(device, tokens, HEADS + 2 * KV_HEADS, DIM)
     cos, sin = compute_angles(
         torch.rand(DIM // 2, device=device), torch.arange(tokens, device=device), qkv.dtype
     )
     slots = torch.randperm(len(cache.arena) * BLOCK_SIZE)[:tokens]
-    call = _plan_write(cache, qkv, cos, sin, slots)
-    if device.type == "cuda":
-        call = _capture(call)
-    return 2 * qkv.nbytes / _median_seconds(call, device, rounds)
+    places = SlotMapping(slots // BLOCK_SIZE, slots % BLOCK_SIZE)
 
+    def rotate_and_write() -> None:
+        elementwise.rotary_(qkv[:, : HEADS + KV_HEADS], cos, sin)
+        paged_attention.write_kv(qkv[:, HEADS:], cache, 0, places)
 
-def _plan_write(
-    cache: PagedCache, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor
-) -> Call:
-    if qkv.device.type == "cpu":
-        places = SlotMapping(slots // BLOCK_SIZE, slots % BLOCK_SIZE)
-
-        def rotate_and_write() -> None:
-            elementwise.rotary_(qkv[:, : HEADS + KV_HEADS], cos, sin)
-            paged_attention.write_kv(qkv[:, HEADS:], cache, 0, places)
-
-        return rotate_and_write
-    from kv_kernels.triton.layer_ops import rotate_and_write_kv
-
-    flat = slots.to(qkv.device, torch.int32)
-    query = torch.empty_like(qkv[:, :HEADS])
-    return lambda: rotate_and_write_kv(qkv, cos, sin, None, 0.0, cache, 0, flat, query)
+    return rotate_and_write
 
 
 def _randn(device: torch.device, *shape: int) -> torch.Tensor:
@@ -182,38 +163,3 @@ def _randn(device: torch.device, *shape: int) -> torch.Tensor:
 
 def _make_cache(device: torch.device, blocks: int) -> PagedCache:
     return PagedCache.from_arena(_randn(device, blocks, 1, 2, KV_HEADS, BLOCK_SIZE, DIM))
-
-
-def _capture(call: Call) -> Call:
-    """Capture the launches of a call in a CUDA graph, after they were compiled."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def _median_seconds(call: Call, device: torch.device, rounds: int) -> float:
-    """Return the median seconds of a call after a warm-up, by events on a GPU's stream."""
-    for _ in range(3):
-        call()
-    if device.type == "cpu":
-        return statistics.median(_timed(call) for _ in range(rounds))
-    spans = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(rounds)
-    ]
-    for before, after in spans:
-        before.record()
-        call()
-        after.record()
-    torch.cuda.synchronize()
-    seconds: float = statistics.median(before.elapsed_time(after) for before, after in spans) / 1e3
-    return seconds
-
-
-def _timed(call: Call) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started

@@ -32,6 +32,27 @@ async def start_local_cluster(
 ) -> AsyncIterator[Supervisor]:
     """Run a ready cluster that serves a random model of `shape` under `name`.
 
+    See serve_model_folder.
+    """
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        model = await asyncio.to_thread(build_random_model, Path(folder, name), shape)
+        # Allocating the default pool takes seconds and would disturb the measurement.
+        settings = {"pool_memory": "256MiB", **settings}
+        async with serve_model_folder(console, model, own=own, **settings) as cluster:
+            yield cluster
+
+
+@asynccontextmanager
+async def serve_model_folder(
+    console: Console,
+    model: Path,
+    *,
+    own: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    start_timeout: float = START_TIMEOUT,
+    **settings: Any,
+) -> AsyncIterator[Supervisor]:
+    """Run a ready cluster that serves a model folder, started within `start_timeout` seconds.
+
     `own` adds variables to single processes, by name. Nothing is left behind; after a failure the
     logs are kept and their folder is printed.
     """
@@ -40,21 +61,18 @@ async def start_local_cluster(
     sockets: list[socket.socket] = []
     logs = LogFiles(folder / "logs")
     try:
-        model = await asyncio.to_thread(build_random_model, folder / name, shape)
         defaults: dict[str, Any] = {
             "port": 0,
             "grpc_port": 0,
             "admin_port": 0,
             "drain_timeout": 5.0,
         }
-        # Allocating the default pool takes seconds and would disturb the measurement.
-        defaults["pool_memory"] = "256MiB"
         config, _ = child_specs.complete_config(
             Config(**{**defaults, **settings, "model": str(model), "state_dir": str(folder)})
         )
         config, sockets = ports.reserve_ports(config)
         async with running_cluster(config, logs, console.print, own) as cluster:
-            async with asyncio.timeout(START_TIMEOUT):
+            async with asyncio.timeout(start_timeout):
                 await cluster.wait_until_ready()
             yield cluster
         failed = False

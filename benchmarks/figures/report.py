@@ -20,15 +20,37 @@ class ResultRow:
     value: float
     unit: str
     limit: float | None  # a target, or what the hardware allows; in the same unit
-    share: float | None  # value / limit; below 1 meets an upper target
+    # value / limit: below 1 meets an upper target. Of a time whose limit is the least possible
+    # one: limit / value.
+    share: float | None
     command: str  # reproduces the figure
+    note: str = ""  # what else belongs to the figure, such as the device
+
+
+class HardwareMissing(Exception):
+    """This machine cannot run the benchmark."""
+
+
+class BenchmarkIncomplete(Exception):
+    """A part of the benchmark failed; `rows` are the figures of the others."""
+
+    def __init__(self, message: str, rows: Sequence[ResultRow]) -> None:
+        super().__init__(message)
+        self.rows = rows
 
 
 def make_row(
-    name: str, value: float, unit: str, command: str, limit: float | None = None
+    name: str, value: float, unit: str, command: str, limit: float | None = None, note: str = ""
 ) -> ResultRow:
     share = value / limit if limit else None
-    return ResultRow(name, value, unit, limit, share, command)
+    return ResultRow(name, value, unit, limit, share, command, note)
+
+
+def make_time_row(
+    name: str, value: float, unit: str, command: str, least: float, note: str = ""
+) -> ResultRow:
+    """A time beside the least time that the hardware allows; its share is least / value."""
+    return ResultRow(name, value, unit, least, least / value, command, note)
 
 
 def reproducing_command(arguments: Sequence[str]) -> str:
@@ -50,8 +72,12 @@ def print_rows(console: Console, title: str, rows: Sequence[ResultRow]) -> None:
     table = Table("figure", title=title, title_justify="left", box=None, header_style="bold")
     for heading in ("value", "unit", "limit", "share"):
         table.add_column(heading, justify="left" if heading == "unit" else "right")
+    has_notes = any(row.note for row in rows)
+    if has_notes:
+        table.add_column("note")
     for row in rows:
         limit = "" if row.limit is None else f"{row.limit:,.4g}"
         share = "" if row.share is None else f"{row.share:.0%}"
-        table.add_row(row.name, f"{row.value:,.4g}", row.unit, limit, share)
+        note = [row.note] if has_notes else []
+        table.add_row(row.name, f"{row.value:,.4g}", row.unit, limit, share, *note)
     console.print(table)

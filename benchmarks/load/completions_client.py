@@ -73,6 +73,8 @@ class CompletionsClient:
     vocab_size: int  # upper bound of the token ids in random prompts
     timeout_seconds: float  # for one whole request
     features: EndpointFeatures = EndpointFeatures()
+    temperature: float = 0.0  # 0 samples greedily
+    top_p: float = 1.0
 
     async def measure_request(self, request: PlannedRequest, due: float) -> RequestMeasurement:
         """Send one request and record its tokens. A failure is recorded and not raised."""
@@ -137,9 +139,11 @@ class CompletionsClient:
         body: dict[str, Any] = {
             "prompt": prompt,
             "max_tokens": request.output_tokens,
-            "temperature": 0,
+            "temperature": self.temperature,
             "stream": True,
         }
+        if self.top_p < 1.0:
+            body["top_p"] = self.top_p
         if self.model:
             body["model"] = self.model
         if self.features.include_usage:

@@ -6,8 +6,9 @@ which `node_engine/model/gpu` calls directly.
 
 import torch
 
-from kv_kernels.reference import host_memory, linear
+from kv_kernels.reference import host_memory
 from kv_kernels.reference.torch_kernels import TorchKernels
+from kv_kernels.triton import row_linear
 from kv_kernels.triton.batch_invariant_linear import BatchInvariantLinear
 
 
@@ -16,7 +17,7 @@ class CudaKernels(TorchKernels):
 
     memory_as_tensor = staticmethod(host_memory.memory_as_cuda_tensor)
     synchronize = staticmethod(torch.cuda.synchronize)
-    make_linear = staticmethod(linear.PlainLinear)
+    make_linear = staticmethod(row_linear.CudaLinear)
 
 
 class BatchInvariantCudaKernels(CudaKernels):

@@ -17,6 +17,7 @@ from kv_kernels.reference import elementwise, paged_attention
 from kv_kernels.reference.paged_attention import AttentionContext, PagedCache, SlotMapping
 from kv_kernels.triton import layer_ops
 from kv_kernels.triton.prefill_attention import PrefillChunk, attend_chunks, list_query_tiles
+from kv_kernels.triton.row_linear import multiply_row
 from kv_kernels.triton.sampling import SamplingRows, sample_rows
 from kv_kernels.triton.split_decode import SplitDecode
 from node_engine.core.step.step_batch import SampleSpec
@@ -85,6 +86,20 @@ def measure_norm_error(
     if stored is not None:
         errors.append(_measure_error(stored, total))
     return max(errors, key=_nan_last)
+
+
+def measure_row_product_error(
+    features: int, width: int, dtype: torch.dtype, device: torch.device, *, bias: bool
+) -> float:
+    """The error of `multiply_row`."""
+    x = randn(1, width, dtype=dtype, seed=0)
+    weight = randn(features, width, dtype=dtype, seed=1) / 16
+    added = randn(features, dtype=dtype, seed=2) if bias else None
+    exact = x.double() @ weight.double().T + (0.0 if added is None else added.double())
+    product = multiply_row(
+        x.to(device), weight.to(device), None if added is None else added.to(device)
+    )
+    return _measure_error(product, exact.float())
 
 
 def measure_silu_error(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -122,6 +122,17 @@ def test_norm_and_gate_equal_the_cpu_reference(tokens: int, width: int, kind: st
     assert compare.measure_silu_error(tokens, 3 * width, dtype, CUDA) < TOLERANCE[kind]
 
 
+@pytest.mark.parametrize(
+    ("features", "width", "bias"), [(6144, 4096, True), (4096, 14336, False), (2000, 3000, True)]
+)
+@pytest.mark.parametrize("kind", TOLERANCE)
+def test_product_of_one_row(kind: str, features: int, width: int, bias: bool) -> None:
+    error = compare.measure_row_product_error(
+        features, width, getattr(torch, kind), CUDA, bias=bias
+    )
+    assert error < TOLERANCE[kind]
+
+
 @pytest.mark.parametrize("kind", TOLERANCE)
 @pytest.mark.parametrize("name", SAMPLING_FILTERS)
 def test_draws_equal_those_on_the_cpu(name: str, kind: str) -> None:

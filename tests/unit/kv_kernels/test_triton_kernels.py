@@ -67,6 +67,12 @@ def test_silu_mul_equals_the_reference(measured: Measured, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize("shape", ["6 x 4096", "5 x 100", "11 x 8200"])
+def test_product_of_one_row_equals_the_reference(measured: Measured, shape: str, kind: str) -> None:
+    assert measured[f"row product {shape} {kind}"] < TOLERANCE[kind]
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
 @pytest.mark.parametrize("case", ["grouped", "odd sizes", "QK norm"])
 def test_rotated_queries_and_written_kv_equal_the_reference(
     measured: Measured, case: str, kind: str

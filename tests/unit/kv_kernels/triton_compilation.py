@@ -15,8 +15,10 @@ from triton.backends.compiler import GPUTarget
 
 from kv_kernels.reference.paged_attention import PagedCache
 from kv_kernels.triton import layer_ops
+from kv_kernels.triton.batch_invariant_linear import BatchInvariantLinear
 from kv_kernels.triton.block_copy import copy_blocks_between, move_blocks
 from kv_kernels.triton.prefill_attention import PrefillChunk, attend_chunks, list_query_tiles
+from kv_kernels.triton.row_linear import multiply_row
 from kv_kernels.triton.sampling import SamplingRows, sample_rows
 from kv_kernels.triton.split_decode import SplitDecode
 
@@ -65,6 +67,10 @@ def compile_kernels(dtype: torch.dtype) -> None:
     x = torch.zeros(tokens, HEADS * DIM, dtype=dtype)
     layer_ops.add_rms_norm(x, None, x[0], 1e-5)
     layer_ops.add_rms_norm(x, x.clone(), x[0], 1e-5)
+    multiply_row(x[:1], torch.zeros(512, HEADS * DIM, dtype=dtype), None)
+    for features in (512, 9000):
+        BatchInvariantLinear(torch.zeros(features, HEADS * DIM, dtype=dtype), None)(x)
+        BatchInvariantLinear(torch.zeros(features, 37, dtype=dtype), x[0])(x[:, :37])
     layer_ops.silu_mul(torch.zeros(tokens, 2 * 14336, dtype=dtype))
     qkv = torch.zeros(tokens, HEADS + 2 * KV_HEADS, DIM, dtype=dtype)
     places = torch.zeros(tokens, dtype=torch.int32)

@@ -32,6 +32,7 @@ PREFILL_CASES: dict[str, tuple[AttentionShape, tuple[tuple[int, int], ...]]] = {
     "windowed": (AttentionShape(2, 1, 32, 16, window=33), ((0, 150), (300, 140), (500, 3))),
     "long window": (AttentionShape(1, 1, 16, 16, window=150), ((100, 260),)),
 }
+ROW_PRODUCTS = ((6, 4096, False), (5, 100, True), (11, 8200, True))
 ROTATIONS = {
     "grouped": (AttentionShape(2, 2, 16, 4), False),
     "odd sizes": (AttentionShape(1, 3, 24, 6), False),
@@ -47,6 +48,10 @@ def measure_errors(kind: str) -> dict[str, float]:
         f"norm alone {kind}": compare.measure_norm_error(2, 37, dtype, CPU, residual=False),
         f"silu {kind}": compare.measure_silu_error(3, 1100, dtype, CPU),
     }
+    for features, width, bias in ROW_PRODUCTS:
+        errors[f"row product {features} x {width} {kind}"] = compare.measure_row_product_error(
+            features, width, dtype, CPU, bias=bias
+        )
     for name, (shape, qk_norm) in ROTATIONS.items():
         errors[f"rotation {name} {kind}"] = compare.measure_rotation_error(
             shape, 9, dtype, CPU, qk_norm=qk_norm

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -115,6 +115,17 @@ async def test_tokens_are_counted_as_they_arrive(endpoint: FakeCompletionsEndpoi
     )
     assert endpoint.heads[0].startswith("POST /v1/completions HTTP/1.1\r\n")
     assert "Authorization: Bearer sesame\r\n" in endpoint.heads[0]
+
+
+async def test_requests_are_greedy_unless_the_client_samples(
+    endpoint: FakeCompletionsEndpoint,
+) -> None:
+    sampling = replace(endpoint.client, temperature=1.0, top_p=0.9)
+    for client in (endpoint.client, sampling):
+        await client.measure_request(PlannedRequest(0.0, 5, 2, seed=4), due=0.0)
+    greedy, sampled = endpoint.bodies
+    assert (greedy["temperature"], "top_p" in greedy) == (0.0, False)
+    assert (sampled["temperature"], sampled["top_p"]) == (1.0, 0.9)
 
 
 async def test_probe_gives_up_what_the_endpoint_refuses_and_nothing_else(
