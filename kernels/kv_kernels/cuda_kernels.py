@@ -8,8 +8,8 @@ import torch
 
 from kv_kernels.reference import host_memory
 from kv_kernels.reference.torch_kernels import TorchKernels
-from kv_kernels.triton import row_linear
 from kv_kernels.triton.batch_invariant_linear import BatchInvariantLinear
+from kv_kernels.triton.row_linear import CudaLinear
 
 
 class CudaKernels(TorchKernels):
@@ -17,7 +17,7 @@ class CudaKernels(TorchKernels):
 
     memory_as_tensor = staticmethod(host_memory.memory_as_cuda_tensor)
     synchronize = staticmethod(torch.cuda.synchronize)
-    make_linear = staticmethod(row_linear.CudaLinear)
+    make_linear = CudaLinear
 
 
 class BatchInvariantCudaKernels(CudaKernels):

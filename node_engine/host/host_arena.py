@@ -15,6 +15,7 @@ from baton.process import log
 from baton.shared_memory import segment as segments
 from baton.shared_memory.available_memory import (
     AvailableMemory,
+    format_size,
     insufficient_memory_error,
     measure_available_memory,
 )
@@ -115,15 +116,18 @@ def compute_cache_blocks(
     if config.kv_memory == AUTO:
         blocks = min(blocks, max_useful_blocks)
     if blocks < _MIN_BLOCKS:
-        of_device = "" if device_memory is None else f" on the GPU ({device_memory.describe()})"
+        figures = ""
+        if device_memory is not None:
+            usable = format_size(max(0, room.usable_bytes - promised))
+            figures = f" ({device_memory.describe()}; the host has {usable} for its copy)"
         raise ConfigError(
             f"kv_memory {config.kv_memory!r} holds {blocks} blocks of {block_bytes} bytes"
-            f"{of_device}: give it more",
+            f"{figures}: give it more",
             param="kv_memory",
         )
-    figures = {} if device_memory is None else dataclasses.asdict(device_memory)
+    measured = {} if device_memory is None else dataclasses.asdict(device_memory)
     log.get_logger("engine").info(
-        "kv cache size chosen", bytes=blocks * block_bytes, blocks=blocks, **figures
+        "kv cache size chosen", bytes=blocks * block_bytes, blocks=blocks, **measured
     )
     return blocks
 

@@ -51,6 +51,29 @@ def generate_in_chunks(
     return [run.output_tokens for run in runs]
 
 
+def generate_staggered(
+    engine: Engine, prompts: Sequence[Sequence[int]], temperature: float = 0.9
+) -> list[list[int]]:
+    """Tokens of all prompts; a sequence joins every second step, and they end one by one."""
+    blocks = ShuffledBlocks(NUM_BLOCKS)
+    longest = 4 * (len(prompts) + 1)
+    runs = [
+        SequenceRun(
+            tuple(prompt),
+            blocks.allocate_blocks(len(prompt) + longest),
+            SamplingParams(4 * (place + 2), temperature, top_p=0.95, seed=place),
+        )
+        for place, prompt in enumerate(prompts)
+    ]
+    num_steps = 0
+    while running := [
+        run for run in runs[: 1 + num_steps // 2] if len(run.output_tokens) < run.params.max_tokens
+    ]:
+        run_step(engine, running, [None] * len(running))
+        num_steps += 1
+    return [run.output_tokens for run in runs]
+
+
 def generate_in_a_copied_block(engine: Engine, prompt: Sequence[int], count: int) -> list[int]:
     """Greedy tokens behind a full prefix hit: all but the last token are in a copied block.
 

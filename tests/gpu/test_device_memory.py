@@ -14,7 +14,6 @@ from tests.models import build_model, find_stable_prompts
 pytest.importorskip("triton")
 
 from node_engine.model.gpu.decode_graphs import DecodeGraphs
-from node_engine.model.gpu.draws import StepOutput
 from node_engine.model.gpu.memory_profile import profile_device_memory, run_widest_steps
 from node_engine.model.gpu.step_inputs import DeviceInputs
 from tests.gpu import engine_comparisons
@@ -52,13 +51,13 @@ def test_steps_without_graphs_give_equal_tokens(
     is_capturing = torch.cuda.is_current_stream_capturing
     run_step, seen = DecodeGraphs._run_step, 0
 
-    def run_or_fail(graphs: DecodeGraphs, inputs: DeviceInputs) -> StepOutput:
+    def run_or_fail(graphs: DecodeGraphs, rows: int, inputs: DeviceInputs) -> None:
         nonlocal seen
         if is_capturing():
             seen += 1
             if seen > captured:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return run_step(graphs, inputs)
+        run_step(graphs, rows, inputs)
 
     monkeypatch.setattr(DecodeGraphs, "_run_step", run_or_fail)
     engine.warm_up(64)

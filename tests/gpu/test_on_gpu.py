@@ -20,7 +20,6 @@ from node_engine.model.model_loader import load_model_engine
 from node_engine.probe import probe_libraries
 from tests.models import FamilyName, build_model, find_stable_prompts
 from tests.pool.model_node import check_reads
-from tests.sequence_runs import SequenceRun, ShuffledBlocks, run_step
 
 pytest.importorskip("triton")
 
@@ -246,16 +245,6 @@ def test_damaged_cache_is_reported(tmp_path: Path) -> None:
     assert engine_comparisons.reports_damaged_cache(engine)
 
 
-def run_staggered(engine: BaseEngine, runs: Sequence[SequenceRun]) -> None:
-    """Step sequences together; one more joins every second step."""
-    num_steps = 0
-    while running := [
-        run for run in runs[: 1 + num_steps // 2] if len(run.output_tokens) < run.params.max_tokens
-    ]:
-        run_step(engine, running, [None] * len(running))
-        num_steps += 1
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_graphs_change_no_token(
     temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -281,17 +270,11 @@ def test_graphs_change_no_token(
         engine_comparisons.bind_engine(engine)
         engine.warm_up(256)
         assert not launched
-        blocks = ShuffledBlocks(engine_comparisons.NUM_BLOCKS)
-        runs = [
-            SequenceRun(
-                stable.prompt,
-                blocks.allocate_blocks(len(stable.prompt) + 24),
-                SamplingParams(4 * (place + 2), temperature, top_p=0.95, seed=place),
+        answers.append(
+            engine_comparisons.generate_staggered(
+                engine, [stable.prompt for stable in prompts], temperature
             )
-            for place, stable in enumerate(prompts)
-        ]
-        run_staggered(engine, runs)
-        answers.append([run.output_tokens for run in runs])
+        )
     assert answers[0] == answers[1]
     assert {bucket for bucket, _ in launched} == {1, 2, 4}
     assert any(continues for _, continues in launched)

@@ -6,29 +6,22 @@ each layer and bucket, so that a small step is not bound by the host's launches;
 step to its bucket write to the scratch block, and nobody reads them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from kv_kernels.reference.paged_attention import PagedCache
-from node_engine.model.gpu.capture_progress import CaptureProgress
 from node_engine.model.gpu.fused_transformer import FusedTransformer, TokenRows
+from node_engine.model.gpu.graph_capture import (
+    CaptureCall,
+    CapturedCall,
+    CaptureProgress,
+    capturing_on_side_stream,
+)
 
 # Beyond the last one, a step takes the GPU longer than its launches take the host.
 TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-
-
-class CapturedCall(Protocol):
-    """A captured sequence of launches."""
-
-    def replay(self) -> None: ...
-
-
-# Calls a function in a capture, and returns what was captured.
-CaptureCall = Callable[[Callable[[], None]], CapturedCall]
 
 
 class LayerGraphs:
@@ -90,31 +83,6 @@ class BucketedLayerGraphs:
                 begin(layer)
             calls.append(capture_call(partial(begin, layer)))
         return LayerGraphs(rows, tuple(calls))
-
-
-@contextmanager
-def capturing_on_side_stream() -> Iterator[CaptureCall]:
-    """What captures calls as CUDA graphs that share one pool of memory, on a stream of its own.
-
-    The graphs must be replayed one after another, as their calls were captured: a result that lies
-    in the pool is overwritten by the next graph.
-    """
-    pool = torch.cuda.graph_pool_handle()
-    stream = torch.cuda.Stream()
-
-    def capture(call: Callable[[], None]) -> CapturedCall:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool)
-        try:
-            call()
-        finally:
-            graph.capture_end()
-        return graph
-
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        yield capture
-    torch.cuda.synchronize()
 
 
 def capture_layer_graphs(

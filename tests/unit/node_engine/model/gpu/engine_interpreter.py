@@ -27,10 +27,12 @@ from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSli
 from node_engine.core.step.step_limits import StepLimits
 from node_engine.model.config.model_config import load_model_config
 from node_engine.model.gpu import fused_transformer
+from node_engine.model.gpu.decode_graphs import DecodeGraphs, LaunchedStep
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.gpu_engine import GpuEngine
 from node_engine.model.gpu.layer_graphs import BucketedLayerGraphs
 from node_engine.model.gpu.memory_profile import run_widest_steps
+from node_engine.model.gpu.step_inputs import StepInputs
 from node_engine.model.loading.weights import load_weights
 from node_engine.model.model_loader import load_model_engine
 from tests.gpu import engine_comparisons as compare
@@ -140,6 +142,30 @@ def run_beside_a_load(folder: Path, prompt: list[int]) -> dict[str, object]:
     }
 
 
+def run_ahead(folder: Path, prompts: list[list[int]]) -> dict[str, object]:
+    """Tokens of sequences that join and end while steps run ahead, and without graphs."""
+    launches: list[tuple[int, bool]] = []
+    answers = []
+    for uses_graphs in (False, True):
+        engine = build_engine(folder)
+        compare.bind_engine(engine)
+        if uses_graphs:
+            assert engine._memory is not None
+            graphs = DecodeGraphs(engine._model, engine._memory.cache, 4 * compare.NUM_BLOCKS)
+            with torch.inference_mode():
+                graphs.capture((4, 1, 2), RepeatedCall)
+            launch = graphs.launch
+
+            def watch_launch(bucket: int, inputs: StepInputs, **kind: bool) -> LaunchedStep:
+                launches.append((bucket, kind.get("continues", False)))
+                return launch(bucket, inputs, **kind)  # noqa: B023
+
+            graphs.launch = watch_launch  # type: ignore[method-assign]
+            engine._graphs = graphs
+        answers.append(compare.generate_staggered(engine, prompts))
+    return {"eager": answers[0], "ahead": answers[1], "launches": launches}
+
+
 def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str, object]:
     """Everything but the plain tokens; the last prompt is the longest.
 
@@ -150,6 +176,7 @@ def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str,
         "handoff": compare.generate_after_handoff(engine, build_engine(folder), prompts[-1], count),
         "is_saved": compare.saves_what_it_announces(lambda: build_engine(folder), prompts[-2]),
     }
+    results["run_ahead"] = run_ahead(folder, prompts)
     results["load"] = run_beside_a_load(folder, prompts[-2])
     run_widest_steps(engine, StepLimits(max_num_seqs=3, max_batched_tokens=10))
     compare.bind_engine(engine)

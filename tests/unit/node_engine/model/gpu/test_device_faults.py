@@ -3,6 +3,7 @@
 import mmap
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from baton.types import BlockIndex, SamplingParams
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.core.step.engine import DeviceLost
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.model.gpu import device_cache
+from node_engine.model.gpu import decode_graphs, device_cache
 from node_engine.model.gpu.decode_graphs import DecodeGraphs, capture_decode_graphs
 from node_engine.model.gpu.gpu_engine import GpuEngine
 from node_engine.model.gpu.step_inputs import StepInputs
@@ -162,6 +163,7 @@ class CaptureCase:
         self.was_alive_when_freed: list[bool] = []
         self._error = error
         monkeypatch.setattr(DecodeGraphs, "capture", self._make_capture())
+        monkeypatch.setattr(decode_graphs, "capturing_on_side_stream", nullcontext)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         monkeypatch.setattr(torch.cuda, "empty_cache", self._empty_cache)

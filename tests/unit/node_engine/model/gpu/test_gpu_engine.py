@@ -76,6 +76,15 @@ def test_saved_blocks_equal_announced_ones(computed: Computed) -> None:
     assert computed.results["is_saved"] is True
 
 
+def test_steps_that_run_ahead_change_no_token(computed: Computed) -> None:
+    """Sequences join while a step that was launched ahead is computed, and end one by one."""
+    found = computed.results["run_ahead"]
+    assert found["ahead"] == found["eager"]
+    launches = [(bucket, continues) for bucket, continues in found["launches"]]
+    assert {bucket for bucket, _ in launches} == {1, 2, 4}
+    assert sum(continues for _, continues in launches) > len(launches) / 2
+
+
 def test_slice_is_deferred_until_its_blocks_are_loaded(computed: Computed) -> None:
     load = computed.results["load"]
     token = computed.prompts["mixed"][-2].reference_tokens[0]

@@ -1,14 +1,51 @@
-"""How the capture of CUDA graphs is shown, and what happens if it fails."""
+"""Captures CUDA graphs: how, what is shown meanwhile, and what happens if it fails."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from baton.process import log
+
+
+class CapturedCall(Protocol):
+    """A captured sequence of launches."""
+
+    def replay(self) -> None: ...
+
+
+# Calls a function in a capture, and returns what was captured.
+CaptureCall = Callable[[Callable[[], None]], CapturedCall]
+
+
+@contextmanager
+def capturing_on_side_stream() -> Iterator[CaptureCall]:
+    """What captures calls as CUDA graphs that share one pool of memory, on a stream of its own.
+
+    The graphs must be replayed one after another, as their calls were captured: a result that lies
+    in the pool is overwritten by the next graph.
+    """
+    pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()
+
+    def capture(call: Callable[[], None]) -> CapturedCall:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool)
+        try:
+            call()
+        finally:
+            graph.capture_end()
+        return graph
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        yield capture
+    torch.cuda.synchronize()
 
 
 class CaptureProgress:
