@@ -65,6 +65,11 @@ def test_logits_are_equal_bit_by_bit_whatever_else_is_computed(
 
 
 @pytest.mark.slow
+def test_steps_that_are_padded_for_graphs_change_no_bit(computed: FixedSums) -> None:
+    assert computed.results["is padded equal"] is True
+
+
+@pytest.mark.slow
 def test_without_the_setting_logits_depend_on_the_batch(computed: FixedSums) -> None:
     """Otherwise the comparison would show nothing."""
     assert computed.results["different without"] == ["in a batch", "in chunks"]
