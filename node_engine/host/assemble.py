@@ -41,8 +41,8 @@ from node_engine.core.node_commands import NodeCommand
 from node_engine.core.scheduling.capacity import PREEMPTION_POLICIES, SchedulerLimits
 from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
 from node_engine.core.scheduling.scheduler import Scheduler
+from node_engine.core.scheduling.step_limits import DeviceType, StepLimits, resolve_step_limits
 from node_engine.core.step.engine import DeviceLost, Engine
-from node_engine.core.step.step_limits import DeviceType, StepLimits, resolve_step_limits
 from node_engine.host.compute_thread import ComputeInbox, ComputeThread, RoleFactory, SwitchableRole
 from node_engine.host.device_monitor import DeviceMonitor
 from node_engine.host.host_arena import HostArena, create_host_arena, require_cache_memory

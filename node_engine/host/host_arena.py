@@ -21,9 +21,9 @@ from baton.shared_memory.available_memory import (
 )
 from baton.shared_memory.segment import Segment
 from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
+from node_engine.core.scheduling.step_limits import DeviceType, StepLimits
 from node_engine.core.step.device_memory import DeviceMemoryProfile, compute_device_cache_bytes
 from node_engine.core.step.engine import Engine
-from node_engine.core.step.step_limits import DeviceType, StepLimits
 from node_engine.shared_pool.pool_client import NodeAddressSpace
 
 _MIN_BLOCKS = 4  # of a cache that can serve anything

@@ -7,8 +7,8 @@ import pytest
 from baton.config.memory_size import parse_memory_size
 from baton.config.settings import Config
 from baton.errors import ConfigError
+from node_engine.core.scheduling.step_limits import DeviceType
 from node_engine.core.step.device_memory import DeviceMemoryProfile
-from node_engine.core.step.step_limits import DeviceType
 from node_engine.host.host_arena import compute_cache_blocks, require_cache_memory
 
 FREE = 100 << 30

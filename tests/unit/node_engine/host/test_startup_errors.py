@@ -12,9 +12,9 @@ from baton.config.settings import Config
 from baton.errors import ConfigError, NodeFailed
 from baton.process.runtime import EXIT_USAGE
 from baton.types import Role
+from node_engine.core.scheduling.step_limits import StepLimits
 from node_engine.core.step.device_memory import DeviceMemoryProfile
 from node_engine.core.step.engine import DeviceLost
-from node_engine.core.step.step_limits import StepLimits
 from node_engine.host.assemble import create_arena, run_node
 from node_engine.model.config.model_config import load_model_config
 from node_engine.model.loading.weight_memory import compute_weight_bytes, report_too_large_model
@@ -96,6 +96,19 @@ def test_weight_bytes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     needed = compute_weight_bytes(config, "float32")
     assert needed <= stored < needed + (1 << 16)  # a header with the names
     assert compute_weight_bytes(config, "bfloat16") == needed // 2
+
+
+async def test_contradicting_limits_are_refused_before_loading(tmp_path: Path) -> None:
+    config = Config(
+        coordinator="127.0.0.1:1",
+        model="/nowhere",
+        device="cpu",
+        max_num_seqs=64,
+        max_batched_tokens=32,
+        segment_dir=str(tmp_path),
+    )
+    with pytest.raises(ConfigError, match="raise --max-batched-tokens or lower --max-num-seqs"):
+        await run_node(config, Role.DECODE, asyncio.Event())
 
 
 def profile_of(gibibytes: int) -> DeviceMemoryProfile:
