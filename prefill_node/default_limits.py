@@ -5,7 +5,7 @@ A node that switches to the other role keeps the limits with which it started.
 
 from collections.abc import Mapping
 
-from node_engine.core.step.step_limits import DeviceType, StepLimits
+from node_engine.core.scheduling.step_limits import DeviceType, StepLimits
 
 PREFILL_LIMITS: Mapping[DeviceType, StepLimits] = {
     # A CPU computes at its full rate with a few hundred tokens. Shorter steps let short prompts

@@ -38,8 +38,8 @@ from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
 from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
 from node_engine.core.scheduling.scheduler import Scheduler
+from node_engine.core.scheduling.step_limits import DeviceType, StepLimits, resolve_step_limits
 from node_engine.core.step.engine import Engine
-from node_engine.core.step.step_limits import DeviceType, StepLimits, resolve_step_limits
 from node_engine.host.compute_thread import ComputeInbox, ComputeThread, RoleFactory, SwitchableRole
 from node_engine.host.device_monitor import DeviceMonitor
 from node_engine.host.engine_factory import (

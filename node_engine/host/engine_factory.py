@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError, NodeFailed
+from node_engine.core.scheduling.step_limits import DeviceType, StepLimits
 from node_engine.core.step.engine import DeviceLost, Engine
-from node_engine.core.step.step_limits import DeviceType, StepLimits
 from node_engine.paced.costs import PacedCosts
 from node_engine.paced.paced_engine import PACED_LAYOUT, PacedEngine
 

@@ -15,14 +15,15 @@ from baton.process import log
 from baton.shared_memory import segment as segments
 from baton.shared_memory.available_memory import (
     AvailableMemory,
+    format_size,
     insufficient_memory_error,
     measure_available_memory,
 )
 from baton.shared_memory.segment import Segment
 from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
+from node_engine.core.scheduling.step_limits import DeviceType, StepLimits
 from node_engine.core.step.device_memory import DeviceMemoryProfile, compute_device_cache_bytes
 from node_engine.core.step.engine import Engine
-from node_engine.core.step.step_limits import DeviceType, StepLimits
 from node_engine.shared_pool.pool_client import NodeAddressSpace
 
 _MIN_BLOCKS = 4  # of a cache that can serve anything
@@ -115,15 +116,18 @@ def compute_cache_blocks(
     if config.kv_memory == AUTO:
         blocks = min(blocks, max_useful_blocks)
     if blocks < _MIN_BLOCKS:
-        of_device = "" if device_memory is None else f" on the GPU ({device_memory.describe()})"
+        figures = ""
+        if device_memory is not None:
+            usable = format_size(max(0, room.usable_bytes - promised))
+            figures = f" ({device_memory.describe()}; the host has {usable} for its copy)"
         raise ConfigError(
             f"kv_memory {config.kv_memory!r} holds {blocks} blocks of {block_bytes} bytes"
-            f"{of_device}: give it more",
+            f"{figures}: give it more",
             param="kv_memory",
         )
-    figures = {} if device_memory is None else dataclasses.asdict(device_memory)
+    measured = {} if device_memory is None else dataclasses.asdict(device_memory)
     log.get_logger("engine").info(
-        "kv cache size chosen", bytes=blocks * block_bytes, blocks=blocks, **figures
+        "kv cache size chosen", bytes=blocks * block_bytes, blocks=blocks, **measured
     )
     return blocks
 

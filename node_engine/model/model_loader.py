@@ -1,6 +1,7 @@
 """Loads a model from a Hugging Face folder: its configuration, kernels and weights."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +36,7 @@ def load_model_engine(
     max_model_len: int | None = None,
     threads: int | None = None,
     load_format: LoadFormat = "auto",
-    choose_kernels: Callable[[torch.device], TorchKernels] = kernels_for,
+    choose_kernels: Callable[[torch.device], TorchKernels] | None = None,
     sampler: Sampler = sample_tokens,
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
     uses_graphs: bool = True,
@@ -46,9 +47,9 @@ def load_model_engine(
     """Build an engine from a Hugging Face folder.
 
     `threads` is torch's intra-op thread count; None leaves it unchanged. On a GPU, decode steps of
-    up to `max_num_seqs` sequences are captured in graphs if `uses_graphs`; `deterministic` needs
-    batch-invariant kernels. With `emulates_fp8`, a CPU computes in FP8 too: the same numbers,
-    slowly, for comparisons. Raises ConfigError that names what cannot be served.
+    up to `max_num_seqs` sequences are captured in graphs if `uses_graphs`; with `deterministic`,
+    `choose_kernels` has to choose batch-invariant ones. With `emulates_fp8`, a CPU computes in FP8
+    too: the same numbers, slowly, for comparisons. Raises ConfigError for what is not served.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -56,7 +57,7 @@ def load_model_engine(
     config = load_model_config(folder)
     where = resolve_device(device)
     _check_determinism(where, deterministic=deterministic)
-    kernels = choose_kernels(where)
+    kernels = (choose_kernels or partial(kernels_for, deterministic=deterministic))(where)
     layout = _build_layout(config, block_size, _resolve_dtype(dtype, config))
     check_quantization(quantize, config, layout.dtype, where, emulates_fp8=emulates_fp8)
     with torch.inference_mode(), report_too_large_model(config, layout.dtype, where):

@@ -20,7 +20,7 @@ from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.transports.zmq_keys import derive_curve_keys
 from kv_transfer.transports.zmq_link import ZmqDialer, ZmqWriterLink
-from node_engine.core.step.step_limits import StepLimits
+from node_engine.core.scheduling.step_limits import StepLimits
 from node_engine.host.engine_factory import build_engine
 from tests.fake_nodes import FakeNode
 from tests.faults.observed_cluster import PATIENCE_SECONDS, ObservedCluster, PendingCall, make_call

@@ -71,9 +71,18 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def collect_logits(engine: GpuEngine, scenario: Scenario, length: int) -> list[bytes]:
-    """The logits of each output token of a prompt of `length` tokens, bit by bit."""
+def collect_logits(
+    engine: GpuEngine,
+    scenario: Scenario,
+    length: int,
+    prepare: Callable[[GpuEngine], None] = lambda _: None,
+) -> list[bytes]:
+    """The logits of each output token of a prompt of `length` tokens, bit by bit.
+
+    `prepare` is called when the cache is bound.
+    """
     memory = bind_engine(engine)
+    prepare(engine)
     blocks = ShuffledBlocks(NUM_BLOCKS)
 
     def make_run(number: int, tokens: int) -> SequenceRun:

@@ -1,13 +1,11 @@
 """`--deterministic` on an NVIDIA GPU: what a request computes does not depend on others."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from baton.types import SamplingParams
-from kv_kernels.dispatch import kernels_for
 from node_engine.model.model_loader import DType, load_model_engine
 from tests.models import build_model, find_stable_prompts
 from tests.sequence_runs import SequenceRun, ShuffledBlocks, run_step, run_to_end
@@ -33,7 +31,6 @@ def load_engine(folder: Path, dtype: DType) -> GpuEngine:
         dtype=dtype,
         device="cuda",
         max_num_seqs=8,
-        choose_kernels=partial(kernels_for, deterministic=True),
         deterministic=True,
     )
     assert isinstance(engine, GpuEngine)

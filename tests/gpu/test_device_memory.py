@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
-from node_engine.core.step.step_limits import StepLimits
+from node_engine.core.scheduling.step_limits import StepLimits
 from node_engine.model.model_loader import load_model_engine
 from tests.models import build_model, find_stable_prompts
 

@@ -122,7 +122,8 @@ def fit_memory(config: Config) -> tuple[Config, str]:
         and plan.pool_bytes < resolve_memory_size(AUTO, available, "pool_memory")
     ):
         pool_memory = str(plan.pool_bytes)
-    qualifier = "at most " if AUTO in (config.kv_memory, config.pool_memory) else ""
+    has_bounds = AUTO in (config.kv_memory, config.pool_memory) and not plan.sized_on_gpu
+    qualifier = "at most " if has_bounds else ""
     notice = (
         f"cache memory: {qualifier}{plan} (--kv-memory, --pool-memory) "
         f"of {format_size(available.free_bytes)} {available.limited_by}"

@@ -15,8 +15,8 @@ _WIDE_OUT = 1 << 13  # outputs from which there are enough tiles of 128 columns 
 _ROW_TILES_IN_GROUP = 8  # that are computed next to each other, so that the L2 cache has the weight
 
 
-# grid: [tiles of rows * tiles of columns]
-@triton.jit
+# grid: [tiles of rows * tiles of columns]. One binary serves every number of rows.
+@triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     x,  # [rows, in_width], contiguous
     weight,  # [out_width, in_width], contiguous

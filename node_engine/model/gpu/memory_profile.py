@@ -9,6 +9,7 @@ from baton.errors import ConfigError, OutOfMemory
 from baton.limits import MAX_LOGPROBS
 from baton.shared_memory.available_memory import format_size
 from baton.types import BlockIndex, SamplingParams
+from node_engine.core.scheduling.step_limits import StepLimits
 from node_engine.core.step.device_memory import DeviceMemoryProfile
 from node_engine.core.step.engine import Engine
 from node_engine.core.step.step_batch import (
@@ -18,7 +19,6 @@ from node_engine.core.step.step_batch import (
     SequenceSlice,
     StepBatch,
 )
-from node_engine.core.step.step_limits import StepLimits
 
 # Of the graphs of one bucket of sequences or tokens, beside the tensors that all graphs share.
 _BYTES_PER_GRAPH = 32 << 20

@@ -70,8 +70,9 @@ def compile_kernels(dtype: torch.dtype) -> None:
     layer_ops.add_rms_norm(x, None, x[0], 1e-5)
     layer_ops.add_rms_norm(x, x.clone(), x[0], 1e-5)
     multiply_row(x[:1], torch.zeros(512, HEADS * DIM, dtype=dtype), None)
-    for bias in (None, torch.zeros(512, dtype=dtype)):
-        BatchInvariantLinear(torch.zeros(512, HEADS * DIM, dtype=dtype), bias)(x)
+    for features in (512, 9000):
+        BatchInvariantLinear(torch.zeros(features, HEADS * DIM, dtype=dtype), None)(x)
+        BatchInvariantLinear(torch.zeros(features, 37, dtype=dtype), x[0])(x[:, :37])
     layer_ops.silu_mul(torch.zeros(tokens, 2 * 14336, dtype=dtype))
     qkv = torch.zeros(tokens, HEADS + 2 * KV_HEADS, DIM, dtype=dtype)
     places = torch.zeros(tokens, dtype=torch.int32)

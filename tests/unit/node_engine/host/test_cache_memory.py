@@ -7,8 +7,8 @@ import pytest
 from baton.config.memory_size import parse_memory_size
 from baton.config.settings import Config
 from baton.errors import ConfigError
+from node_engine.core.scheduling.step_limits import DeviceType
 from node_engine.core.step.device_memory import DeviceMemoryProfile
-from node_engine.core.step.step_limits import DeviceType
 from node_engine.host.host_arena import compute_cache_blocks, require_cache_memory
 
 FREE = 100 << 30
@@ -85,5 +85,7 @@ def test_cache_of_a_gpu_needs_as_much_host_memory(tmp_path: Path) -> None:
 
 def test_a_gpu_without_room_is_reported_with_figures(tmp_path: Path) -> None:
     full = DeviceMemoryProfile(4 << 30, 1 << 30, 3 << 30, 0, 0)
-    with pytest.raises(ConfigError, match=r"holds 0 blocks .*1\.0GiB of 4\.0GiB are free"):
+    with pytest.raises(
+        ConfigError, match=r"holds 0 blocks .*1\.0GiB of 4\.0GiB are free .*the host has"
+    ):
         compute_cache_blocks(Config(segment_dir=str(tmp_path)), MIB, 1 << 40, full)

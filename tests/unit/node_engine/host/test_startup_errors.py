@@ -12,9 +12,14 @@ from baton.config.settings import Config
 from baton.errors import ConfigError, NodeFailed
 from baton.process.runtime import EXIT_USAGE
 from baton.types import Role
-from node_engine.host.assemble import run_node
+from node_engine.core.scheduling.step_limits import StepLimits
+from node_engine.core.step.device_memory import DeviceMemoryProfile
+from node_engine.core.step.engine import DeviceLost
+from node_engine.host.assemble import create_arena, run_node
 from node_engine.model.config.model_config import load_model_config
 from node_engine.model.loading.weight_memory import compute_weight_bytes, report_too_large_model
+from node_engine.paced.costs import ZERO_COSTS
+from node_engine.paced.paced_engine import PacedEngine
 from tests.models import build_model
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -91,3 +96,59 @@ def test_weight_bytes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     needed = compute_weight_bytes(config, "float32")
     assert needed <= stored < needed + (1 << 16)  # a header with the names
     assert compute_weight_bytes(config, "bfloat16") == needed // 2
+
+
+async def test_contradicting_limits_are_refused_before_loading(tmp_path: Path) -> None:
+    config = Config(
+        coordinator="127.0.0.1:1",
+        model="/nowhere",
+        device="cpu",
+        max_num_seqs=64,
+        max_batched_tokens=32,
+        segment_dir=str(tmp_path),
+    )
+    with pytest.raises(ConfigError, match="raise --max-batched-tokens or lower --max-num-seqs"):
+        await run_node(config, Role.DECODE, asyncio.Event())
+
+
+def profile_of(gibibytes: int) -> DeviceMemoryProfile:
+    return DeviceMemoryProfile(gibibytes << 30, gibibytes << 30, 0, 0, 0)
+
+
+def test_arena_of_a_gpu_is_sized_by_its_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    profiled: list[tuple[StepLimits, int]] = []
+
+    def profile(engine: object, limits: StepLimits, num_graphs: int) -> DeviceMemoryProfile:
+        profiled.append((limits, num_graphs))
+        return profile_of(2)
+
+    monkeypatch.setattr("node_engine.model.gpu.memory_profile.profile_device_memory", profile)
+    config = Config(kv_memory="0.015625", segment_dir=str(tmp_path))
+    from node_engine.model.gpu.decode_graphs import list_buckets
+    from node_engine.model.gpu.layer_graphs import TOKEN_BUCKETS
+
+    limits, engine = StepLimits(4, 64), PacedEngine(ZERO_COSTS)
+    arena = create_arena(config, "cuda", limits, engine)
+    try:
+        assert arena.num_blocks == (32 << 20) // engine.layout.block_bytes
+        assert profiled == [(limits, len(list_buckets(4)) + len(TOKEN_BUCKETS))]
+    finally:
+        arena.close()
+
+
+def test_gpu_that_fails_while_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+
+    def profile(*_: object) -> DeviceMemoryProfile:
+        raise DeviceLost("CUDA error: unknown error\nhints")
+
+    monkeypatch.setattr("node_engine.model.gpu.memory_profile.profile_device_memory", profile)
+    with pytest.raises(NodeFailed, match=r"the GPU failed at start: CUDA error: unknown error$"):
+        create_arena(
+            Config(segment_dir=str(tmp_path)), "cuda", StepLimits(4, 64), PacedEngine(ZERO_COSTS)
+        )

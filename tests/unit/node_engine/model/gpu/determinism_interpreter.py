@@ -25,9 +25,16 @@ from node_engine.model.gpu import fused_transformer
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.gpu_engine import GpuEngine
 from node_engine.model.loading.weights import load_weights
-from tests.gpu.determinism import compare_products, find_differences
+from tests.gpu.determinism import (
+    collect_logits,
+    compare_products,
+    find_differences,
+    run_alone,
+    run_in_batch,
+)
 from tests.gpu.engine_comparisons import bind_engine, generate_in_chunks
 from tests.gpu.interpreter_casts import install_casts
+from tests.unit.node_engine.model.gpu.engine_interpreter import capture_layers
 
 CPU = torch.device("cpu")
 MAX_MODEL_LEN = 256
@@ -73,6 +80,10 @@ def main() -> None:
     folder = Path(asked["folder"])
     engine = build_engine(folder, deterministic=True)
     results: dict[str, object] = {"different": find_differences(engine, LENGTH)}
+    alone = collect_logits(engine, run_alone, LENGTH)
+    results["is padded equal"] = (
+        collect_logits(engine, run_in_batch, LENGTH, prepare=capture_layers) == alone
+    )
     bind_engine(engine)
     results["tokens"] = generate_in_chunks(engine, asked["prompts"], asked["count"])
     quantized = build_engine(folder, deterministic=True, quantization=FP8)

@@ -25,8 +25,8 @@ from kv_kernels.reference import linear
 from kv_kernels.reference.torch_kernels import TorchKernels
 from kv_kernels.triton.block_copy import copy_blocks_between
 from kv_kernels.triton.fp8_linear import TritonFp8Linear
+from node_engine.core.scheduling.step_limits import StepLimits
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.core.step.step_limits import StepLimits
 from node_engine.model.config.model_config import load_model_config
 from node_engine.model.gpu import fused_transformer
 from node_engine.model.gpu.decode_graphs import DecodeGraphs

@@ -25,7 +25,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class ComputedWithFixedSums:
+class FixedSums:
     """What was computed, and what transformers generates."""
 
     results: dict[str, Any]
@@ -33,7 +33,7 @@ class ComputedWithFixedSums:
 
 
 @pytest.fixture(scope="module")
-def computed(tmp_path_factory: pytest.TempPathFactory) -> ComputedWithFixedSums:
+def computed(tmp_path_factory: pytest.TempPathFactory) -> FixedSums:
     """Of a model with sliding windows."""
     pytest.importorskip("triton")
     folder = build_model("mixed", tmp_path_factory.getbasetemp() / "models")
@@ -53,32 +53,37 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> ComputedWithFixedSums:
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    return ComputedWithFixedSums(json.loads(done.stdout), prompts)
+    return FixedSums(json.loads(done.stdout), prompts)
 
 
 @pytest.mark.slow
 def test_logits_are_equal_bit_by_bit_whatever_else_is_computed(
-    computed: ComputedWithFixedSums,
+    computed: FixedSums,
 ) -> None:
     """Alone, in a batch of five, beside chunks and scored prompts, and in chunks of one or more."""
     assert computed.results["different"] == []
 
 
 @pytest.mark.slow
+def test_steps_that_are_padded_for_graphs_change_no_bit(computed: FixedSums) -> None:
+    assert computed.results["is padded equal"] is True
+
+
+@pytest.mark.slow
 def test_logits_in_fp8_are_equal_bit_by_bit_whatever_else_is_computed(
-    computed: ComputedWithFixedSums,
+    computed: FixedSums,
 ) -> None:
     assert computed.results["different in fp8"] == []
 
 
 @pytest.mark.slow
-def test_without_the_setting_logits_depend_on_the_batch(computed: ComputedWithFixedSums) -> None:
+def test_without_the_setting_logits_depend_on_the_batch(computed: FixedSums) -> None:
     """Otherwise the comparison would show nothing."""
     assert computed.results["different without"] == ["in a batch", "in chunks"]
 
 
 @pytest.mark.slow
-def test_tokens_equal_transformers(computed: ComputedWithFixedSums) -> None:
+def test_tokens_equal_transformers(computed: FixedSums) -> None:
     assert computed.results["tokens"] == [
         list(stable.reference_tokens) for stable in computed.prompts
     ]
@@ -88,7 +93,7 @@ def test_tokens_equal_transformers(computed: ComputedWithFixedSums) -> None:
 @pytest.mark.parametrize("kind", TOLERANCE)
 @pytest.mark.parametrize("name", ["odd sizes", "several tiles"])
 def test_products_equal_the_reference_for_any_number_of_rows(
-    computed: ComputedWithFixedSums, name: str, kind: str
+    computed: FixedSums, name: str, kind: str
 ) -> None:
     error, different = computed.results[f"product {name} {kind}"]
     assert error < TOLERANCE[kind]

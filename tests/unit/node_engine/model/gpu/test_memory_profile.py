@@ -9,10 +9,10 @@ import torch
 
 from baton.errors import ConfigError, OutOfMemory
 from baton.kv.blocks import KVLayout
+from node_engine.core.scheduling.step_limits import StepLimits
 from node_engine.core.step.device_memory import DeviceMemoryProfile
 from node_engine.core.step.engine import Engine
 from node_engine.core.step.step_batch import StepBatch
-from node_engine.core.step.step_limits import StepLimits
 from node_engine.model.gpu.memory_profile import iter_widest_steps, profile_device_memory
 
 GIB = 1 << 30

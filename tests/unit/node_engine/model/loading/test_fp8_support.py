@@ -14,7 +14,7 @@ from baton.kv.blocks import root_hash
 from baton.models.model_identity import FP8, UNQUANTIZED, Quantization
 from kv_kernels.reference.fp8 import Fp8Linear
 from kv_kernels.reference.torch_kernels import TorchKernels
-from node_engine.core.step.step_limits import StepLimits
+from node_engine.core.scheduling.step_limits import StepLimits
 from node_engine.host.engine_factory import build_engine
 from node_engine.model.common.base_engine import BaseEngine
 from node_engine.model.config.model_config import load_model_config

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton.config.node_config import NodeConfig
+from node_engine.core.scheduling.capacity import SchedulerLimits
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -20,16 +21,14 @@ def resolve_step_limits(config: NodeConfig, defaults: StepLimits) -> StepLimits:
     """The limits that `config` sets; a limit that it leaves at auto is that of `defaults`.
 
     A step must have room for one token of each sequence and one block of a prompt. If only one of
-    the limits is set, the other one is adapted to it.
+    the limits is set, the other one is adapted to it. Raises ConfigError if that is not possible.
     """
+    sequences = defaults.max_num_seqs if config.max_num_seqs == "auto" else config.max_num_seqs
     if config.max_batched_tokens == "auto":
-        sequences = config.max_num_seqs
-        if sequences == "auto":
-            sequences = defaults.max_num_seqs
         tokens = max(defaults.max_batched_tokens, sequences - 1 + config.block_size)
-        return StepLimits(sequences, tokens)
-    tokens = config.max_batched_tokens
-    if config.max_num_seqs == "auto":
-        fitting = tokens + 1 - config.block_size
-        return StepLimits(max(1, min(defaults.max_num_seqs, fitting)), tokens)
-    return StepLimits(config.max_num_seqs, tokens)
+    else:
+        tokens = config.max_batched_tokens
+        if config.max_num_seqs == "auto":
+            sequences = max(1, min(sequences, tokens + 1 - config.block_size))
+    SchedulerLimits(sequences, tokens, max_model_len=1).check(config.block_size)
+    return StepLimits(sequences, tokens)

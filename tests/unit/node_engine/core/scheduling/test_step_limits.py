@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 
 from baton.config.settings import Config
+from baton.errors import ConfigError
 from baton.limits import MAX_AUTO_NUM_SEQS
 from decode_node.default_limits import DECODE_LIMITS
 from node_engine.core.scheduling.capacity import SchedulerLimits
-from node_engine.core.step.step_limits import StepLimits, resolve_step_limits
+from node_engine.core.scheduling.step_limits import StepLimits, resolve_step_limits
 from prefill_node.default_limits import PREFILL_LIMITS
 
 DEFAULTS = StepLimits(max_num_seqs=64, max_batched_tokens=512)
@@ -24,11 +25,23 @@ DEFAULTS = StepLimits(max_num_seqs=64, max_batched_tokens=512)
         # The other one is adapted: every sequence gets a token, and one block is computed.
         ({"max_num_seqs": 600}, 600, 615),
         ({"max_batched_tokens": 40}, 25, 40),
-        ({"max_batched_tokens": 16, "block_size": 32}, 1, 16),
+        ({"max_batched_tokens": 32, "block_size": 32}, 1, 32),
     ],
 )
 def test_settings_override_defaults(settings: dict[str, Any], sequences: int, tokens: int) -> None:
     assert resolve_step_limits(Config(**settings), DEFAULTS) == StepLimits(sequences, tokens)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_seqs": 64, "max_batched_tokens": 32},
+        {"max_batched_tokens": 16, "block_size": 32},
+    ],
+)
+def test_limits_that_contradict_each_other_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="raise --max-batched-tokens or lower --max-num-seqs"):
+        resolve_step_limits(Config(**settings), DEFAULTS)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 256])
