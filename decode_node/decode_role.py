@@ -61,7 +61,7 @@ from node_engine.core.sequences.outcomes import (
     TokenEmitted,
 )
 from node_engine.core.sequences.sequence import Sequence, SequenceState
-from node_engine.core.step.step_batch import StepBatch
+from node_engine.core.step.step_batch import SequenceId, StepBatch
 from node_engine.roles.base_role import BaseRole
 from node_engine.roles.role_policy import RoleContext
 
@@ -89,7 +89,7 @@ class DecodeRole(BaseRole):
         # of the steps that they took part in.
         self._local_prefill_seconds: dict[AttemptKey, float] = {}
         # Of these, tokens in the step in progress.
-        self._local_step_tokens: list[tuple[AttemptKey, int]] = []
+        self._local_step_keys: dict[SequenceId, AttemptKey] = {}
 
     @property
     def num_held_attempts(self) -> int:
@@ -115,22 +115,23 @@ class DecodeRole(BaseRole):
         self._plane.rejoin(incarnation)
 
     def before_step(self, batch: StepBatch) -> None:
-        """Record the tokens of local prefills in the step; no layer callback is needed."""
-        self._local_step_tokens.clear()
+        """Record the local prefills of the step; no layer callback is needed."""
+        self._local_step_keys.clear()
         if self._local_prefill_seconds:
             for slice_ in batch.slices:
                 key = self._scheduler.sequences_in_flight[slice_.sequence_id].key
                 if key in self._local_prefill_seconds:
-                    self._local_step_tokens.append((key, len(slice_.token_ids)))
+                    self._local_step_keys[slice_.sequence_id] = key
 
     def after_step(
         self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float
     ) -> None:
-        for key, tokens in self._local_step_tokens:
-            if key in self._local_prefill_seconds:
-                self._local_prefill_seconds[key] += (
-                    seconds * self._scheduler.prefill_budget.compute_time_share(batch, tokens)
-                )
+        budget = self._scheduler.prefill_budget
+        for slice_ in batch.slices if self._local_step_keys else ():
+            key = self._local_step_keys.get(slice_.sequence_id)
+            if key is not None and key in self._local_prefill_seconds:
+                share = budget.compute_time_share(batch, len(slice_.token_ids))
+                self._local_prefill_seconds[key] += seconds * share
         self.deliver_outcomes(outcomes)
 
     def deliver_outcomes(self, outcomes: Iterable[SequenceOutcome]) -> None:

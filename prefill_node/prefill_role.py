@@ -52,7 +52,7 @@ from node_engine.core.sequences.outcomes import (
 )
 from node_engine.core.sequences.sequence import Sequence, handoff_owner_label
 from node_engine.core.step.engine import LayerCallback
-from node_engine.core.step.step_batch import StepBatch
+from node_engine.core.step.step_batch import SequenceId, StepBatch
 from node_engine.roles.base_role import BaseRole
 from node_engine.roles.role_policy import RoleContext
 from prefill_node.layer_announcer import BlockRange, LayerAnnouncer
@@ -88,7 +88,7 @@ class PrefillRole(BaseRole):
         self._attempts: dict[AttemptKey, _PrefillAttempt] = {}
         self._aborted_early: dict[AttemptKey, BatonError] = {}  # before their PrefillOrder
         # Attempts of the step in progress with their tokens in it.
-        self._step_attempts: list[tuple[_PrefillAttempt, int]] = []
+        self._step_attempts: dict[SequenceId, _PrefillAttempt] = {}
 
     @property
     def num_held_attempts(self) -> int:
@@ -132,12 +132,12 @@ class PrefillRole(BaseRole):
         """`preview_command` has told the plane."""
 
     def before_step(self, batch: StepBatch) -> LayerCallback | None:
-        self._step_attempts = []
+        self._step_attempts = {}
         completed: list[BlockRange] = []
         for slice_ in batch.slices:
             sequence = self._scheduler.sequences_in_flight[slice_.sequence_id]
             attempt = self._attempts[sequence.key]
-            self._step_attempts.append((attempt, len(slice_.token_ids)))
+            self._step_attempts[slice_.sequence_id] = attempt
             if attempt.needs_no_decode:
                 continue
             first = slice_.start // self._layout.block_size
@@ -156,7 +156,8 @@ class PrefillRole(BaseRole):
     def after_step(
         self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float
     ) -> None:
-        for attempt, tokens in self._step_attempts:
+        for slice_ in batch.slices:
+            attempt, tokens = self._step_attempts[slice_.sequence_id], len(slice_.token_ids)
             attempt.compute_seconds += seconds
             attempt.share_seconds += seconds * tokens / batch.num_tokens
             attempt.computed_tokens += tokens

@@ -167,7 +167,7 @@ def _profile(steps: int, calls: Sequence[Any]) -> StepProfile:
 
     has_device = torch.cuda.is_available()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_device else [])]
-    with profile(activities=kinds) as recorded:
+    with profile(activities=kinds, acc_events=True) as recorded:
         for call in calls:
             call()
         if has_device:

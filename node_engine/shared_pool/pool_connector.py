@@ -33,8 +33,10 @@ from baton.cluster_link.messages import (
     PrefillOrder,
     TicketOrder,
 )
+from baton.errors import NodeFailed
 from baton.kv.blocks import BlockHash, compute_packed_hashes, pack_tokens, root_hash
 from baton.kv.pool_types import PoolHit, PoolPin, PublishRequest
+from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
 from baton.types import AttemptKey, BlockIndex, Incarnation
 from node_engine.core.blocks.block_pool import BlockPool, PartialHit
@@ -57,6 +59,9 @@ class PublicationEnded:
     pool_pins: tuple[RefCountedPin, ...]  # keep the prefix before the sources in the pool
     is_rate_limited: bool
     pool_hit: PoolHit | None  # what the pool has now, pinned; None if the publication failed
+
+
+_log = log.get_logger("pool")
 
 
 class PoolConnector:
@@ -144,16 +149,23 @@ class PoolConnector:
             is_rate_limited,
         )
         refused = PublicationEnded(sequence, label, sources, pins, is_rate_limited, None)
-        self._save_blocks(sources).add_done_callback(
-            lambda saved: self._publish_saved_blocks(saved, request, refused)
-        )
+        try:
+            saved = self._save_blocks(sources)
+        except NodeFailed as error:  # no memory for the copy: the blocks are not published
+            _log.warning("blocks not published", reason=str(error))
+            self._emit(refused)
+            return
+        saved.add_done_callback(lambda done: self._publish_saved_blocks(done, request, refused))
 
     def _publish_saved_blocks(
         self, saved: Future[None], request: PublishRequest, refused: PublicationEnded
     ) -> None:
         """The pool may read the blocks. Called on any thread."""
         assert self._pool_client is not None
-        if saved.exception() is not None or not self._pool_client.publish_blocks(request):
+        if (error := saved.exception()) is not None:
+            _log.error("blocks not published", reason=str(error).partition("\n")[0])
+            self._emit(refused)
+        elif not self._pool_client.publish_blocks(request):
             self._emit(refused)
 
     def publish_filled_blocks(self, sequence: Sequence) -> None:

@@ -132,7 +132,8 @@ def compare_products(
     def randn(*shape: int, seed: int) -> torch.Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
-    x, weight = randn(130, in_width, seed=0), randn(out_width, in_width, seed=1)
+    x = randn(130, in_width, seed=0)
+    weight = randn(out_width, in_width, seed=1) / in_width**0.5
     added = randn(out_width, seed=2) if bias else None
     exact = PlainLinear(weight.float(), None if added is None else added.float())(x.float())
     linear = BatchInvariantLinear(

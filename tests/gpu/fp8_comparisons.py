@@ -119,7 +119,7 @@ def measure_linear_error(
 ) -> float:
     """The error of `TritonFp8Linear` against its twin, relative to 1 + the exact magnitude."""
     x = _randn(rows, width, dtype=dtype, seed=0)
-    weight = _randn(features, width, dtype=dtype, seed=1)
+    weight = _randn(features, width, dtype=dtype, seed=1) / math.sqrt(width)
     bias = _randn(features, dtype=dtype, seed=2)
     residual = _randn(rows, features, dtype=dtype, seed=3)
     exact = Fp8Linear(weight, bias)(x, residual.clone()).float()

@@ -18,10 +18,11 @@ from kv_kernels.reference.paged_attention import AttentionContext, PagedCache, S
 from kv_kernels.triton import layer_ops
 from kv_kernels.triton.prefill_attention import PrefillChunk, attend_chunks, list_query_tiles
 from kv_kernels.triton.row_linear import multiply_row
-from kv_kernels.triton.sampling import SamplingRows, sample_rows
+from kv_kernels.triton.sampling import sample_rows
 from kv_kernels.triton.split_decode import SplitDecode
 from node_engine.core.step.step_batch import SampleSpec
 from node_engine.model.config.rope import compute_angles
+from node_engine.model.gpu.step_inputs import build_sampling_rows
 from node_engine.model.sampling.sampler import draw_token
 
 LAYER = 1  # of two
@@ -32,6 +33,7 @@ SAMPLING_FILTERS = {
     "min-p": SamplingParams(1, temperature=1.7, min_p=0.4),
     "top-k": SamplingParams(1, temperature=1.7, top_k=3),
     "large top-k": SamplingParams(1, temperature=1.0, top_k=1100),
+    "tiny top-p": SamplingParams(1, temperature=1.0, top_p=1e-50),
     "top-k of all": SamplingParams(1, temperature=1.0, top_k=200_000),
     "top-p": SamplingParams(1, temperature=1.0, top_p=0.9),
     "small top-p": SamplingParams(1, temperature=0.3, top_p=0.01),
@@ -311,27 +313,6 @@ def measure_prefill_error(
     return _measure_error(out[1:], exact[1:])
 
 
-def _make_sampling_rows(specs: Sequence[SampleSpec], device: torch.device) -> SamplingRows:
-    params = [spec.params for spec in specs]
-
-    def floats(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
-
-    def ints(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    seeds = np.array([param.seed for param in params], dtype=np.uint64).view(np.int64)
-    return SamplingRows(
-        temperature=floats([param.temperature for param in params]),
-        log_min_p=floats([math.log(param.min_p) if param.min_p else -math.inf for param in params]),
-        top_k=ints([param.top_k for param in params]),
-        top_p=floats([param.top_p for param in params]),
-        seed=torch.from_numpy(seeds).to(device),
-        position=ints([spec.position for spec in specs]),
-        choice=ints([spec.choice_index for spec in specs]),
-    )
-
-
 def count_different_draws(
     params: SamplingParams,
     vocab: int,
@@ -363,7 +344,7 @@ def count_different_draws(
     logits = randn(rows, vocab, dtype=torch.float32, seed=vocab) * scale[:, None]
     logits[::2] = logits[::2].round()
     logits = logits.to(dtype)
-    drawn = sample_rows(logits.to(device), _make_sampling_rows(specs, device)).tolist()
+    drawn = sample_rows(logits.to(device), build_sampling_rows(specs, device)).tolist()
     wanted = [
         draw_token(values, spec) if params.temperature else int(values.argmax())
         for values, spec in zip(logits.float().numpy(), specs, strict=True)
@@ -379,6 +360,6 @@ def sample_damaged_rows(device: torch.device, temperature: float) -> list[int]:
     logits[3] = -torch.inf
     spec = SampleSpec(SamplingParams(max_tokens=1, temperature=temperature, seed=1), 0, 3)
     tokens: list[int] = sample_rows(
-        logits.to(device), _make_sampling_rows([spec] * 4, device)
+        logits.to(device), build_sampling_rows([spec] * 4, device)
     ).tolist()
     return tokens

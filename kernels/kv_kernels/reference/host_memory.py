@@ -1,5 +1,6 @@
 """Wraps a node's cache segment as a tensor of its device."""
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -42,6 +43,7 @@ def memory_as_cuda_tensor(memory: memoryview, dtype: torch.dtype) -> torch.Tenso
     host = torch.frombuffer(memory, dtype=torch.uint8)
     code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
     if code:
+        _forget_last_error()
         raise MemoryPinError(
             f"cudaHostRegister of {host.nbytes} bytes: {_cuda_error_text(code)} ({code})"
         )
@@ -49,6 +51,12 @@ def memory_as_cuda_tensor(memory: memoryview, dtype: torch.dtype) -> torch.Tenso
     finalizer = weakref.finalize(mapped, _unregister, host)
     finalizer.atexit = False  # the end of the process unpins what is left
     return torch.as_tensor(mapped, device="cuda").view(dtype)
+
+
+def _forget_last_error() -> None:
+    """Otherwise the next launch, of whatever kernel, would report the error as its own."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _cuda_error_text(code: int) -> str:

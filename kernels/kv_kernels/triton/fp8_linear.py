@@ -189,15 +189,16 @@ def multiply_many_rows(
     dtype: torch.dtype,  # bf16 on a GPU
 ) -> torch.Tensor:  # [rows, out]
     """x W^T + bias in `dtype`, by torch's own kernel."""
-    return torch._scaled_mm(
+    product = torch._scaled_mm(
         x.values,
         weight.values.t(),
         scale_a=x.scales,
         scale_b=weight.scales.t(),
-        bias=bias,
         out_dtype=dtype,
         use_fast_accum=USE_FAST_ACCUMULATION,
     )
+    # cuBLAS has no kernel for scales of rows and a bias at some widths.
+    return product if bias is None else product.add_(bias)
 
 
 class TritonFp8Linear(Fp8Linear):

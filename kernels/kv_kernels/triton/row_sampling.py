@@ -91,7 +91,8 @@ def find_kth_largest(
         enough = tl.sum((bits >= middle).to(tl.int32), 0) >= k
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
-    return tl.min(tl.where(bits >= low, value, float("inf")), 0)
+    smallest = tl.min(tl.where(bits >= low, value, float("inf")), 0)
+    return tl.where(k > count, float("-inf"), smallest)
 
 
 @triton.jit

@@ -296,10 +296,10 @@ def _choose_kernel(
         for round_index in tl.static_range(ROUNDS):
             if chosen < 0:
                 first = (round_index * rows + row) * parts
-                _, drawn, _ = _load_draw(scores, ids, scaled_logits, first, parts, PARTS)
+                score, drawn, _ = _load_draw(scores, ids, scaled_logits, first, parts, PARTS)
                 if top_p >= 1.0:
                     chosen = drawn
-                elif _is_in_nucleus(masses, first, parts, top_p, PARTS):
+                elif (score > float("-inf")) & _is_in_nucleus(masses, first, parts, top_p, PARTS):
                     chosen = drawn
     if chosen < 0:
         chosen = draw_of_row(

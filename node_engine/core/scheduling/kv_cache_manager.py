@@ -6,7 +6,7 @@ blocks are copied into own blocks at once. `NodeCapacity` says what is left for 
 preemption.py how blocks are taken back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
@@ -221,7 +221,6 @@ class KVCacheManager:
         """
         needed = self._capacity.count_blocks_for(sequence.num_computed_tokens + 1)
         if needed <= len(sequence.block_table):
-            self._grow_ahead(sequence)
             return True
         while (fresh := self._block_pool.allocate_blocks(1, sequence.owner)) is None:
             if not self._preemptor.take_block_for(sequence):
@@ -229,14 +228,15 @@ class KVCacheManager:
         sequence.block_table.extend(fresh)
         return True
 
-    def _grow_ahead(self, sequence: Sequence) -> None:
-        """Take a block for the lookahead of the engine, if one is free."""
+    def grow_ahead(self, running: Iterable[Sequence]) -> None:
+        """Take a block for the lookahead of the engine where it can be used and one is free."""
         ahead = self._capacity.limits.lookahead_tokens
-        if not ahead:
-            return
-        needed = self._capacity.count_blocks_for(sequence.num_computed_tokens + 1 + ahead)
-        if needed > len(sequence.block_table):
-            sequence.block_table.extend(self._block_pool.allocate_blocks(1, sequence.owner) or ())
+        for sequence in running if ahead else ():
+            needed = self._capacity.count_blocks_for(sequence.num_computed_tokens + 1 + ahead)
+            is_useful = sequence.state is RUNNING and sequence.num_remaining_tokens > 1
+            if is_useful and needed > len(sequence.block_table):
+                fresh = self._block_pool.allocate_blocks(1, sequence.owner)
+                sequence.block_table.extend(fresh or ())
 
     def on_copy_done(self, sequence: Sequence) -> None:
         """The step has made the sequence's copy on write: release the source block."""

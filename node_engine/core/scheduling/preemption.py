@@ -10,7 +10,7 @@ preempted first, never one above the requesting sequence's own. A sequence that 
 spared while there is another candidate. The requesting sequence itself may be selected.
 
 There is no livelock: a preempted sequence keeps the tokens that its client has, the sequence that
-takes the blocks samples a token with them in the same step, and the coordinator places the
+takes the blocks samples a token with them in this step or the next, and the coordinator places the
 preempted one again only on a node with room for its whole context.
 """
 

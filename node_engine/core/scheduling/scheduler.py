@@ -255,13 +255,14 @@ class Scheduler:
         outcomes: list[SequenceOutcome] = []
         for slice_, result in zip(batch.slices, results, strict=True):
             sequence = self.sequences_in_flight[slice_.sequence_id]
-            if result.is_deferred or sequence.state not in (PREFILLING, RUNNING):
-                continue  # not computed, or cancelled or stopped meanwhile
-            self._num_prefilled_tokens += (
-                len(slice_.token_ids) if sequence.state is PREFILLING else 0
-            )
-            sequence.num_computed_tokens += len(slice_.token_ids)
+            if sequence.state not in (PREFILLING, RUNNING):
+                continue  # cancelled or stopped meanwhile
             self._cache_manager.on_copy_done(sequence)
+            if result.is_deferred:  # but not its copy
+                continue
+            if sequence.state is PREFILLING:
+                self._num_prefilled_tokens += len(slice_.token_ids)
+            sequence.num_computed_tokens += len(slice_.token_ids)
             self._cache_manager.index_full_blocks(sequence)
             if slice_.logprobs_spec is not None:
                 outcomes.append(
@@ -307,6 +308,7 @@ class Scheduler:
             sequence = running.get(sequence_id)
             if sequence is not None and self._cache_manager.grow_sequence(sequence):
                 ready.append(sequence)
+        self._cache_manager.grow_ahead(ready)  # with blocks that nobody needs for this step
         return [sequence for sequence in ready if sequence.state is RUNNING]
 
     def _prefill_tokens_allowed(self, growing: list[Sequence]) -> int:

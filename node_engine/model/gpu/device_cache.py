@@ -20,6 +20,14 @@ from node_engine.core.step.step_batch import SequenceSlice
 from node_engine.model.gpu.side_copies import SideCopies
 
 
+def copy_numbers_to_device(
+    numbers: Sequence[object], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The numbers on the device, by a copy that the host does not wait for."""
+    tensor = torch.tensor(numbers, dtype=dtype)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 class DeviceCache:
     """Both arenas of one node. Compute thread only."""
 
@@ -53,11 +61,11 @@ class DeviceCache:
         if not self._unloaded_blocks:
             return
         blocks = list(self._unloaded_blocks)
-        self._unloaded_blocks.clear()
         if self._side_copies is None:
             copy_blocks_between(self.host, self.cache.arena, self._as_tensor(blocks))
         else:
             self._side_copies.load(self.host, self.cache.arena, self._as_tensor(blocks), blocks)
+        self._unloaded_blocks.clear()
 
     def find_unloaded_slices(self, slices: Sequence[SequenceSlice]) -> set[int]:
         """The slices, by their index, whose blocks are not on the device yet."""
@@ -91,7 +99,7 @@ class DeviceCache:
         return saver(self.cache.arena, self.host, self._as_tensor(blocks), on_saved)
 
     def _as_tensor(self, blocks: Sequence[BlockIndex]) -> torch.Tensor:
-        return torch.tensor(blocks, dtype=torch.int32, device=self._device)
+        return copy_numbers_to_device(blocks, torch.int32, self._device)
 
     def _require_memory(self, needed: int) -> None:
         if self._device.type != "cuda":

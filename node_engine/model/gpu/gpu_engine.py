@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from node_engine.model.common.base_engine import (
 )
 from node_engine.model.common.warm_up import GPU_PROMPT_LENGTHS, iter_warm_up_steps
 from node_engine.model.config.model_config import ModelConfig
-from node_engine.model.gpu.device_cache import DeviceCache
+from node_engine.model.gpu.device_cache import DeviceCache, copy_numbers_to_device
 from node_engine.model.gpu.draws import read_draws, require_finite
 from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.run_ahead import StepPrediction
@@ -129,7 +130,7 @@ class GpuEngine(BaseEngine):
                 memory.wait_for_loads()
                 unloaded = set()
             if batch.block_copies:
-                copies = torch.tensor(batch.block_copies, device=self._device)
+                copies = copy_numbers_to_device(batch.block_copies, torch.int64, self._device)
                 self._kernels.copy_blocks(memory.cache.arena, *copies.unbind(1))
             if unloaded:
                 return self._run_others(batch, unloaded)
@@ -180,8 +181,13 @@ class GpuEngine(BaseEngine):
         """Launch the step that follows if no sequence ends; see StepPrediction.predict."""
         if not self._max_graph_rows:
             return
-        prediction = StepPrediction.predict(slices, draw_by_slice, self._layout.block_size)
-        if prediction is not None:
+        prediction = StepPrediction.predict(
+            slices, draw_by_slice, self._layout.block_size, self._max_model_len
+        )
+        if prediction is None:
+            return
+        # Without memory for it, the step is launched when the scheduler asks for it.
+        with suppress(torch.OutOfMemoryError):
             launched = self._bound_launcher.launch(prediction.batch, continues=True)
             self._ahead = _StepAhead(prediction, launched)
 

@@ -1,8 +1,9 @@
 """Captures CUDA graphs: how, what is shown meanwhile, and what happens if it fails."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Protocol
 
@@ -38,8 +39,12 @@ def capturing_on_side_stream() -> Iterator[CaptureCall]:
         graph.capture_begin(pool=pool)
         try:
             call()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the graph is not complete
+                graph.capture_end()
+            raise
+        graph.capture_end()
         return graph
 
     torch.cuda.synchronize()

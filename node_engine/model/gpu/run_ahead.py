@@ -72,7 +72,10 @@ class StepPrediction:
 
     @staticmethod
     def predict(
-        slices: Sequence[SequenceSlice], draw_by_slice: Mapping[int, int], block_size: int
+        slices: Sequence[SequenceSlice],
+        draw_by_slice: Mapping[int, int],
+        block_size: int,
+        max_model_len: int,
     ) -> "StepPrediction | None":
         """Predict what follows the launched step.
 
@@ -89,8 +92,9 @@ class StepPrediction:
                 if not spec.may_continue:
                     continue
                 following = _continue_slice(slice_, spec, draw_by_slice[index])
-            num_blocks = -(-(following.start + len(following.token_ids)) // block_size)
-            if num_blocks <= len(slice_.block_table):
+            length = following.start + len(following.token_ids)
+            num_blocks = -(-length // block_size)
+            if length <= max_model_len and num_blocks <= len(slice_.block_table):
                 blocks = list(slice_.block_table[:num_blocks])
                 following = replace(following, block_table=blocks)
                 predicted[slice_.sequence_id] = _PredictedSlice(len(predicted), following)

@@ -28,6 +28,7 @@ Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
 _MAX_CACHED_TABLES = 4  # block tables for each slice of a step, of sequences that have ended
 _SEED_MASK = (1 << 64) - 1
+_MIN_TOP_P = 1e-30  # smaller ones would be 0 in float32, and keep nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +358,7 @@ def _pack_sampling(specs: Sequence[SampleSpec]) -> dict[str, Array]:
             [math.log(param.min_p) if param.min_p > 0.0 else -math.inf for param in params]
         ),
         "top_ks": np.array([param.top_k for param in params], np.int32),
-        "top_ps": floats([param.top_p for param in params]),
+        "top_ps": floats([max(param.top_p, _MIN_TOP_P) for param in params]),
         "draw_positions": np.array([spec.position for spec in specs], np.int32),
         "choices": np.array([spec.choice_index for spec in specs], np.int32),
     }

@@ -122,6 +122,10 @@ def test_draws_equal_those_of_the_reference(measured: Measured, case: str, parts
     assert measured[f"draws {case}{parts}"] == 0
 
 
+def test_top_k_beyond_the_groups_that_bound_it(measured: Measured) -> None:
+    assert measured["draws more than groups"] == 0
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_without_a_finite_maximum_are_reported(
     measured: dict[str, list[int]], temperature: float
@@ -169,7 +173,8 @@ def test_fp8_products_equal_the_reference(
 @pytest.mark.parametrize("rows", [1, 5, 17, 33, 70])
 def test_fp8_layers_equal_the_reference(measured: Measured, rows: int) -> None:
     assert measured[f"fp8 linear {rows} float32"] < 1e-5
-    assert measured[f"fp8 linear {rows} bfloat16"] < TOLERANCE["bfloat16"]
+    # Products of many rows are rounded before the bias is added, and after.
+    assert measured[f"fp8 linear {rows} bfloat16"] < 2 * TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize("rows", [5, 80])

@@ -12,6 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
+from baton.types import SamplingParams
 from kv_kernels.triton.fp8_linear import FewRowsPlan
 from tests.gpu import block_comparisons
 from tests.gpu import fp8_comparisons as compare_fp8
@@ -123,6 +124,9 @@ def main() -> None:
         results[f"draws {name} of several parts"] = compare.count_different_draws(
             params, 9700, 6, torch.bfloat16, CPU
         )
+    results["draws more than groups"] = compare.count_different_draws(
+        SamplingParams(1, temperature=1.0, top_k=1000), 4096, 8, torch.bfloat16, CPU
+    )
     for temperature in (0.0, 1.0):
         results[f"damaged {temperature}"] = compare.sample_damaged_rows(CPU, temperature)
     for rows in (5, 80):

@@ -15,6 +15,7 @@ from node_engine.model.gpu.run_ahead import StepPrediction
 from node_engine.model.gpu.step_inputs import encode_source_row
 
 BLOCK = 4
+LONGEST = 100  # positions
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0)
 
 
@@ -37,7 +38,7 @@ def next_slice(slice_: SequenceSlice, token: int) -> SequenceSlice:
 
 
 def predict(*slices: SequenceSlice) -> StepPrediction:
-    prediction = StepPrediction.predict(slices, dict(enumerate(range(len(slices)))), BLOCK)
+    prediction = StepPrediction.predict(slices, dict(enumerate(range(len(slices)))), BLOCK, LONGEST)
     assert prediction is not None
     return prediction
 
@@ -65,7 +66,7 @@ def test_a_new_slice_has_no_row_and_is_part_of_the_next_prediction() -> None:
     asked = [next_slice(old, 50), new]
     draws = prediction.find_places(asked, [50])
     assert draws == {0: 0}
-    following = StepPrediction.predict(asked, draws, BLOCK)
+    following = StepPrediction.predict(asked, draws, BLOCK, LONGEST)
     assert following is not None
     assert [slice_.token_ids for slice_ in following.batch.slices] == [
         (encode_source_row(0),),
@@ -115,7 +116,7 @@ def test_sequences_that_end_or_lack_a_block_are_not_predicted() -> None:
     prediction = predict(ending, full, going)
     assert set(prediction.slices) == {SequenceId(2)}
     assert prediction.batch.slices[0].token_ids == (encode_source_row(2),)
-    assert StepPrediction.predict([ending, full], {0: 0, 1: 1}, BLOCK) is None
+    assert StepPrediction.predict([ending, full], {0: 0, 1: 1}, BLOCK, LONGEST) is None
 
 
 def prompt_slice(sequence: int, tokens: tuple[int, ...]) -> SequenceSlice:
@@ -126,7 +127,7 @@ def prompt_slice(sequence: int, tokens: tuple[int, ...]) -> SequenceSlice:
 
 def test_a_prompt_goes_on_behind_its_last_token() -> None:
     prompt, old = prompt_slice(1, (1, 2, 3, 4, 5)), decode_slice(2, 9)
-    prediction = StepPrediction.predict([prompt, old], {0: 1, 1: 0}, BLOCK)
+    prediction = StepPrediction.predict([prompt, old], {0: 1, 1: 0}, BLOCK, LONGEST)
     assert prediction is not None
     following = prediction.batch.slices[0]
     assert (following.token_ids, following.start) == ((encode_source_row(1),), 5)
@@ -136,7 +137,7 @@ def test_a_prompt_goes_on_behind_its_last_token() -> None:
 
 def test_a_new_prompt_is_part_of_the_prediction() -> None:
     old, prompt = decode_slice(1, 3), prompt_slice(2, (1, 2, 3))
-    prediction = StepPrediction.predict([old, prompt], {0: 0}, BLOCK)
+    prediction = StepPrediction.predict([old, prompt], {0: 0}, BLOCK, LONGEST)
     assert prediction is not None
     assert prediction.batch.slices[1].token_ids == (1, 2, 3)
     assert prediction.find_places([next_slice(old, 50), prompt], [50]) == {0: 0, 1: 1}
@@ -148,5 +149,12 @@ def test_steps_that_need_the_host_are_not_predicted() -> None:
     chunk = replace(decode_slice(2, 8), token_ids=(1, 2), sample_spec=None)
     special = decode_slice(3, 5, forbidden_token_ids=(2,))
     for other in (chunk, special):
-        assert StepPrediction.predict([decode_slice(1, 3), other], {0: 0, 1: 1}, BLOCK) is None
-        assert StepPrediction.predict([decode_slice(1, 3), other], {0: 0}, BLOCK) is None
+        for draws in ({0: 0, 1: 1}, {0: 0}):
+            slices = [decode_slice(1, 3), other]
+            assert StepPrediction.predict(slices, draws, BLOCK, LONGEST) is None
+
+
+def test_nothing_is_predicted_behind_the_longest_context() -> None:
+    slice_ = decode_slice(1, 8)
+    assert StepPrediction.predict([slice_], {0: 0}, BLOCK, 10) is not None
+    assert StepPrediction.predict([slice_], {0: 0}, BLOCK, 9) is None

@@ -266,6 +266,42 @@ def test_deferred_slices_belong_to_the_next_step_again() -> None:
         assert sequence.output_token_ids == tuple(expected_tokens(work))
 
 
+def test_copy_on_write_of_a_deferred_slice_is_made_once() -> None:
+    """The slice may be computed ahead, behind the copy: a second copy would overwrite it."""
+    node = SteppedNode()
+    node.add_work(make_work("warm", PROMPT[:40], 1))
+    node.run()
+    work = make_work("a", PROMPT[:50], 4)
+    node.add_work(work)
+    batch = node.scheduler.schedule_step().batch
+    assert batch is not None
+    assert len(batch.block_copies) == 1
+    computed_ahead = node.engine.run(batch)
+    node.scheduler.update_from_results(batch, [SliceResult(is_deferred=True)])
+    node.pool.check_invariants()
+    again = node.scheduler.schedule_step().batch
+    assert again is not None
+    assert again.slices == batch.slices
+    assert again.block_copies == ()
+    node.outcomes += node.scheduler.update_from_results(again, computed_ahead)
+    node.run()
+    assert node.emitted_tokens(work) == expected_tokens(work)
+
+
+def test_lookahead_takes_no_block_that_a_sequence_needs() -> None:
+    node = SteppedNode(num_blocks=5)
+    node.scheduler.capacity.limits = replace(node.scheduler.limits, lookahead_tokens=1)
+    works = [
+        make_work("a", PROMPT[: 2 * BLOCK - 3], 4),
+        make_work("b", unshared_prompt(BLOCK, 1), 8),
+    ]
+    for work in works:
+        node.add_work(work)
+    node.run()
+    for work in works:
+        assert node.emitted_tokens(work) == expected_tokens(work)
+
+
 def test_running_sequences_get_blocks_for_the_lookahead_of_the_engine() -> None:
     node = SteppedNode(num_blocks=4)
     node.scheduler.capacity.limits = replace(node.scheduler.limits, lookahead_tokens=1)

@@ -1,5 +1,7 @@
 """Runs GpuEngine on the CPU, in Triton's interpreter, and prints what it computes as JSON.
 
+The argument is what is compared: plain or fp8.
+
 Standard input has, for each model, its folder, prompts, and how many tokens to generate. It is a
 program of its own, because TRITON_INTERPRET must be set before a kernel is defined and then holds
 for the whole process.
@@ -242,7 +244,7 @@ def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str,
         "handoff": compare.generate_after_handoff(engine, build_engine(folder), prompts[-1], count),
         "is_saved": compare.saves_what_it_announces(lambda: build_engine(folder), prompts[-2]),
     }
-    results["run_ahead"] = run_ahead(folder, prompts)
+    results["run_ahead"] = run_ahead(folder, prompts[:3])
     results["load"] = run_beside_a_load(folder, prompts[-2])
     run_widest_steps(engine, StepLimits(max_num_seqs=3, max_batched_tokens=10))
     compare.bind_engine(engine)
@@ -265,16 +267,19 @@ def main() -> None:
     log.configure_logging("info", "json")
     results: dict[str, object] = {}
     models = json.load(sys.stdin)
-    for name, model in models.items():
-        engine = build_engine(Path(model["folder"]))
-        compare.bind_engine(engine)
-        capture_layers(engine)
-        results[f"{name} tokens"] = compare.generate_in_chunks(
-            engine, model["prompts"], model["count"]
-        )
-        results[f"{name} fp8"] = compare_fp8(Path(model["folder"]), model["prompts"][-1])
-    name, model = next(iter(models.items()))
-    results |= compare_all(Path(model["folder"]), model["prompts"], model["count"])
+    if sys.argv[1] == "fp8":
+        for name, model in models.items():
+            results[f"{name} fp8"] = compare_fp8(Path(model["folder"]), model["prompts"][-1])
+    else:
+        for name, model in models.items():
+            engine = build_engine(Path(model["folder"]))
+            compare.bind_engine(engine)
+            capture_layers(engine)
+            results[f"{name} tokens"] = compare.generate_in_chunks(
+                engine, model["prompts"], model["count"]
+            )
+        name, model = next(iter(models.items()))
+        results |= compare_all(Path(model["folder"]), model["prompts"], model["count"])
     json.dump(results, sys.stdout)
 
 

@@ -1,64 +1,18 @@
-"""GpuEngine in Triton's interpreter, in a process of its own, against transformers and ModelEngine.
+"""GpuEngine in Triton's interpreter, against transformers and ModelEngine.
 
 tests/gpu has the same comparisons on a GPU."""
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 import pytest
 
-from tests.models import FamilyName, StablePrompt, build_model, find_stable_prompts
+from tests.models import FamilyName
+from tests.unit.node_engine.model.gpu.interpreted_engine import LENGTHS, Computed, run_interpreter
 
-pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[5]
-# Prompt lengths, in tokens. `mixed` has windows and gets all other comparisons, `qwen3` QK norm.
-LENGTHS: dict[FamilyName, tuple[int, ...]] = {"mixed": (1, 16, 17, 50), "qwen3": (1, 18)}
-COUNT = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """What GpuEngine computed, and what transformers generates."""
-
-    results: dict[str, Any]
-    prompts: dict[FamilyName, list[StablePrompt]]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory: pytest.TempPathFactory) -> Computed:
-    pytest.importorskip("triton")
-    root = tmp_path_factory.getbasetemp() / "models"
-    folders = {family: build_model(family, root) for family in LENGTHS}
-    prompts = {
-        family: find_stable_prompts(folder, LENGTHS[family], COUNT)
-        for family, folder in folders.items()
-    }
-    models = {
-        family: {
-            "folder": str(folders[family]),
-            "prompts": [stable.prompt for stable in found],
-            "count": COUNT,
-        }
-        for family, found in prompts.items()
-    }
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("engine_interpreter.py"))],
-        input=json.dumps(models),
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    return Computed(json.loads(done.stdout), prompts)
+    return run_interpreter("plain", tmp_path_factory)
 
 
 @pytest.mark.parametrize("family", LENGTHS)
@@ -114,23 +68,3 @@ def test_copied_block_continues_the_prefix_after_a_warm_up(computed: Computed) -
 
 def test_damaged_cache_is_reported(computed: Computed) -> None:
     assert computed.results["is_damage_reported"] is True
-
-
-@pytest.mark.parametrize("family", LENGTHS)
-def test_fp8_logprobs_equal_those_of_the_twin(computed: Computed, family: FamilyName) -> None:
-    """A value between two numbers of FP8 may be rounded either way, so a few of them differ."""
-    found = computed.results[f"{family} fp8"]
-    for part in ("scores", "special logprobs"):
-        fused, twin, unquantized = (
-            np.array(found[name][part]) for name in ("fused", "twin", "unquantized")
-        )
-        assert np.isfinite(fused).all()
-        assert np.abs(fused - twin).mean() < 0.03
-        assert np.abs(fused - unquantized).mean() > 0.1
-
-
-@pytest.mark.parametrize("family", LENGTHS)
-def test_fp8_tokens_equal_those_of_the_twin(computed: Computed, family: FamilyName) -> None:
-    found = computed.results[f"{family} fp8"]
-    tokens, twin = (np.array(found[name]["special tokens"]) for name in ("fused", "twin"))
-    assert (tokens == twin).mean() > 0.95
