@@ -71,7 +71,10 @@ class GenerationBackend(Protocol):
     """What front ends submit requests to. Runs on the coordinator's event loop."""
 
     def get_model_bounds(self) -> ModelBounds:
-        """Bounds of the served model. Raises ServiceUnavailable while no node has joined."""
+        """What bounds a request: the model's vocabulary, longest context and cache size.
+
+        Raises ServiceUnavailable while no node has joined.
+        """
         ...
 
     def require_admission(self, principal: Principal, count: int, timeout: float) -> None:

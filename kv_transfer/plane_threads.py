@@ -345,6 +345,7 @@ class KVReceiver:
         self._thread.post_command(lambda: self._loop.commit_ticket(ticket))
 
     def revoke_ticket(self, ticket: TicketId, error: BatonError) -> None:
+        """Withdraw a writer's permission to write KV blocks here, for the reason of `error`."""
         self._thread.post_command(lambda: self._loop.revoke_ticket(ticket, error))
 
     def on_peer_gone(self, writer: Incarnation) -> None:

@@ -83,7 +83,10 @@ class GenerationStream:
             self._cancel(self._id)
 
     def stop(self) -> None:
-        """See `Generation.stop`. Errors after the stop point are not reported to the reader."""
+        """End the generation normally, because the client has all that it wants.
+
+        An error that came after that, and that nobody has read yet, becomes a normal end too.
+        """
         if not self._is_ended:
             self._stop(self._id)
         elif self._error is not None:

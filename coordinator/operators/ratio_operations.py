@@ -50,7 +50,7 @@ class RatioOperations:
         _log.info(
             "automatic ratio enabled",
             slo=str(brain.ratio_controller.target_slo),
-            flip_timeout=seconds,
+            role_switch_timeout=seconds,
         )
         self._dispatcher.notify_cluster_change()
         return self.get_ratio()

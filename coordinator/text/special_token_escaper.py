@@ -30,7 +30,7 @@ SLICE_CHARS = 64 << 10  # of a long text, looked at together
 
 
 class TextEncoder(Protocol):
-    """Encodes texts within bounds: see `BoundedEncoder`."""
+    """Tokenizes texts. Raises ContextLengthExceeded for more tokens than `limit` has."""
 
     def check_size(self, text: str, limit: TextLimit) -> int: ...
 

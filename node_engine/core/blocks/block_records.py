@@ -49,7 +49,8 @@ class BlockLedgerEntry:
     num_blocks: int
     # Since the owner got its first block or, for a ticket, since the last change of state.
     age_seconds: float
-    ticket_id: TicketId | None = None  # None for blocks IN_USE
+    # The permission of another node to write these blocks, in a hand-off; None for blocks IN_USE.
+    ticket_id: TicketId | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,9 +123,9 @@ class DeviceInputs:
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """Rows whose next token is known and scored."""
+    """Rows of a prompt whose logprobs were asked for: each scores the token that follows it."""
 
-    first_row: int  # of the sampled rows
+    first_row: int  # of the rows that are computed to the end
     logprobs_spec: PromptLogprobsSpec
     slice_index: int  # of their slice in the StepBatch
 
