@@ -140,7 +140,7 @@ def test_two_failures_of_one_write_lose_its_ticket_once(backend: str, tmp_path: 
     points = "transfer.land.before=corrupt*1;transfer.land.after=error*1"
     with transfer_pair(backend, tmp_path, failpoints=points) as pair:
         key, ticket = pair.start_handoff([1, 2], [3, 4])
-        pair.expect_lost(ticket, ChecksumMismatch)
+        pair.expect_lost_and_fenced(ticket, ChecksumMismatch)
         pair.expect_aborted(key, ChecksumMismatch)
         assert pair.decode_events.drain_unexpected() == []
         pair.check_full_handoff()

@@ -36,6 +36,7 @@ from baton.types import (
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.factory import build_kv_receiver, build_kv_sender
 from kv_transfer.plane import (
+    InboundFenced,
     InboundLost,
     InboundPlane,
     InboundSealed,
@@ -175,6 +176,13 @@ class TransferPair:
         key, ticket = self.start_handoff(source, target)
         assert self.finish_handoff(ticket).key == key
         assert self.has_arrived(source, target)
+
+    def expect_lost_and_fenced(self, ticket: Ticket, error: type[BatonError]) -> None:
+        """The writer is fenced off with the loss of its ticket, or a little later."""
+        event = self.decode_events.expect_event(InboundLost)
+        assert (event.ticket_id, type(event.error)) == (ticket.id, error), event
+        if not event.is_fenced:
+            assert self.decode_events.expect_event(InboundFenced).ticket_id == ticket.id
 
     def expect_lost(self, ticket: Ticket, error: type[BatonError], *, fenced: bool = True) -> None:
         event = self.decode_events.expect_event(InboundLost)
