@@ -1,6 +1,7 @@
 """How much a decode node computes in one step, by its device, unless the settings say otherwise.
 
-A node that switches to the other role keeps the limits with which it started.
+A node that switches to the other role keeps the limits with which it started. The figures for GPUs
+are estimates: other limits have not been measured against them.
 """
 
 from collections.abc import Mapping

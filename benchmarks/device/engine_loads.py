@@ -98,7 +98,7 @@ class DecodeRun:
         self._tokens = [7] * self.batch
 
     def list_slices(self) -> tuple[SequenceSlice, ...]:
-        """The decode slices of the next step."""
+        """What the next step computes: one token of each sequence, whose successor is sampled."""
         start = self.context + self._steps
         return tuple(
             SequenceSlice(sequence, (token,), start, table, SampleSpec(self.params, 0, start + 1))

@@ -32,7 +32,10 @@ class DeviceMonitor:
         )
 
     def build_report(self, totals: WorkTotals) -> DeviceReport:
-        """Report the device now; `totals` are those of all steps so far."""
+        """Describe the device, its memory now, and its MFU and MBU in the last seconds.
+
+        `totals` are the operations, bytes and time of all steps since the node's start.
+        """
         measure = self._device.measure_memory
         memory = measure() if measure is not None else read_host_memory(self._proc)
         mfu, mbu = self._window.observe(self._clock(), totals)

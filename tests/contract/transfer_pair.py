@@ -178,7 +178,8 @@ class TransferPair:
         assert self.has_arrived(source, target)
 
     def expect_lost_and_fenced(self, ticket: Ticket, error: type[BatonError]) -> None:
-        """The writer is fenced off with the loss of its ticket, or a little later."""
+        """Expect that decode gives the ticket up for `error`, and that its writer cannot write to
+        these blocks any more: at once, or a little later."""
         event = self.decode_events.expect_event(InboundLost)
         assert (event.ticket_id, type(event.error)) == (ticket.id, error), event
         if not event.is_fenced:

@@ -16,7 +16,10 @@ _PACKAGE_INDEX = "https://download.pytorch.org/whl"
 
 
 def check_gpus(config: Config, found: Mapping[str, Any]) -> list[Finding]:
-    """Run all checks of this module. `found` is the result of `run_node_probe`."""
+    """Check driver, torch and GPUs of this machine.
+
+    `found` is what a short process with the imports of a node saw of them (`run_node_probe`).
+    """
     may_use_gpus = config.engine == "model" and config.device != "cpu"
     gpus = found.get("gpus", []) if may_use_gpus else []
     return [

@@ -279,13 +279,19 @@ class RequestLength(Protocol):
     """How many tokens a request has, and may have."""
 
     @property
-    def context_tokens(self) -> int: ...
+    def context_tokens(self) -> int:
+        """Prompt tokens, and output tokens so far."""
+        ...
 
     @property
-    def remaining_tokens(self) -> int: ...
+    def remaining_tokens(self) -> int:
+        """Output tokens that may still come."""
+        ...
 
     @property
-    def max_total_tokens(self) -> int: ...
+    def max_total_tokens(self) -> int:
+        """Prompt tokens, and the longest output that was asked for."""
+        ...
 
 
 class ContextCapacity:
@@ -362,6 +368,9 @@ class ContextCapacity:
 
 
 def _largest_node(infos: Collection[JoinInfo]) -> JoinInfo:
-    """Return the largest decode node, or the largest node if there is no decode node."""
+    """Return the node whose cache and model hold the longest context.
+
+    A decode node, because a request ends there; any node if there is no decode node.
+    """
     decode = [info for info in infos if info.role is Role.DECODE]
     return max(decode or infos, key=lambda info: info.max_context_tokens)

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from baton.limits import LOCAL_PREFILL_BURST_STEPS
 from baton.types import Incarnation, NodeName, Request, Role
 from coordinator.core.estimates.cost_model import CostModel
+from coordinator.core.membership.node_registry import RequestLength
 from coordinator.core.membership.prefix_directory import PromptBlockHashes
 from coordinator.core.placement.breakers import NodePair
 from coordinator.core.placement.node_loads import NodeView, PlacementDemand
@@ -132,8 +133,11 @@ class ConsideredNode(NamedTuple):
     objection: str  # FAILED_BEFORE, RAMPING_UP, BLOCKED_PAIR or ""
 
 
-class PlaceableRequest(Protocol):
-    """What placement reads of a request; it sets the attributes that are not properties."""
+class PlaceableRequest(RequestLength, Protocol):
+    """A request that waits for its nodes, as placement sees it.
+
+    Placement sets the attributes that are not properties.
+    """
 
     prompt_block_hashes: PromptBlockHashes | None  # None until placement was tried once
     cached_at_first_placement: int  # prompt tokens that some cache had at the first placement
@@ -146,15 +150,6 @@ class PlaceableRequest(Protocol):
 
     @property
     def emitted_token_ids(self) -> list[int]: ...
-
-    @property
-    def remaining_tokens(self) -> int: ...
-
-    @property
-    def context_tokens(self) -> int: ...
-
-    @property
-    def max_total_tokens(self) -> int: ...
 
     @property
     def awaits_prompt_logprobs(self) -> bool: ...

@@ -105,7 +105,10 @@ class Timestamps:
     def mark_placed(
         self, now: float, prefill: NodeName, decode: NodeName, models: Iterable[str] = ()
     ) -> None:
-        """Start a new attempt; earlier attempts without a token count as queueing."""
+        """Note when, and on which nodes, an attempt of the request was placed.
+
+        Until its first token, the time of earlier attempts counts as time in the queue.
+        """
         self.prefill_node, self.decode_node = prefill, decode
         self.models += [model for model in dict.fromkeys(models) if model not in self.models]
         if self.first_token is None:

@@ -112,7 +112,7 @@ def add_rms_norm(
 ) -> Fp8Rows:  # [tokens, width]
     """RMSNorm of x + residual, or of x alone."""
     tokens, width = x.shape
-    rows, columns = _allocate_rows(x, width), triton.next_power_of_2(width)
+    rows = _allocate_rows(x, width)
     _add_rms_norm_kernel[(tokens,)](
         x,
         x if residual is None else residual,
@@ -120,12 +120,8 @@ def add_rms_norm(
         rows.values,
         rows.scales,
         eps,
-        WIDTH=width,
-        COLUMNS=columns,
         HAS_RESIDUAL=residual is not None,
-        LARGEST=E4M3_MAX,
-        MIN_PEAK=MIN_PEAK,
-        num_warps=_choose_warps(columns),
+        **_choose_options(width),
     )
     return rows
 
@@ -135,16 +131,12 @@ def silu_mul(
 ) -> Fp8Rows:  # [tokens, width]
     """SiLU of the first half times the second half."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    rows, columns = _allocate_rows(gate_up, width), triton.next_power_of_2(width)
+    rows = _allocate_rows(gate_up, width)
     _silu_mul_kernel[(tokens,)](
         gate_up,
         rows.values,
         rows.scales,
-        WIDTH=width,
-        COLUMNS=columns,
-        LARGEST=E4M3_MAX,
-        MIN_PEAK=MIN_PEAK,
-        num_warps=_choose_warps(columns),
+        **_choose_options(width),
     )
     return rows
 
@@ -154,16 +146,12 @@ def quantize_rows(
 ) -> Fp8Rows:  # [rows, width]
     """Quantize each row by its largest magnitude."""
     tokens, width = x.shape
-    rows, columns = _allocate_rows(x, width), triton.next_power_of_2(width)
+    rows = _allocate_rows(x, width)
     _quantize_rows_kernel[(tokens,)](
         x,
         rows.values,
         rows.scales,
-        WIDTH=width,
-        COLUMNS=columns,
-        LARGEST=E4M3_MAX,
-        MIN_PEAK=MIN_PEAK,
-        num_warps=_choose_warps(columns),
+        **_choose_options(width),
     )
     return rows
 
@@ -174,5 +162,13 @@ def _allocate_rows(x: torch.Tensor, width: int) -> Fp8Rows:
     )
 
 
-def _choose_warps(columns: int) -> int:
-    return min(_MAX_WARPS, max(1, columns // _ELEMENTS_PER_WARP))
+def _choose_options(width: int) -> dict[str, float]:
+    """What all kernels of this file are compiled for."""
+    columns = triton.next_power_of_2(width)
+    return {
+        "WIDTH": width,
+        "COLUMNS": columns,
+        "LARGEST": E4M3_MAX,
+        "MIN_PEAK": MIN_PEAK,
+        "num_warps": min(_MAX_WARPS, max(1, columns // _ELEMENTS_PER_WARP)),
+    }

@@ -44,7 +44,7 @@ class PreemptionPolicy(Protocol):
 
 
 class MostBlocksFirst:
-    """Preempts the sequence with the most blocks, so that few are; of equal ones the newest."""
+    """Preempts the sequence with the most KV blocks: one is then enough. Of equals the newest."""
 
     def choose_victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
         return max(candidates, key=lambda sequence: (sequence.num_own_blocks, sequence.id))

@@ -22,7 +22,7 @@ def describe_device(device: torch.device) -> ComputeDevice:
 def measure_gpu_memory(index: int) -> DeviceMemory | None:
     """Ask the driver of a GPU for its memory; None if the GPU has failed.
 
-    This waits for no kernel, and counts what other processes use as well.
+    This launches nothing, and counts what other processes use as well.
     """
     try:
         free, total = torch.cuda.mem_get_info(index)

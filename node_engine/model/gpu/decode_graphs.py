@@ -15,8 +15,7 @@ from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.graph_capture import (
     CaptureCall,
     CapturedCall,
-    CaptureProgress,
-    capturing_on_side_stream,
+    capture_graphs,
 )
 from node_engine.model.gpu.launch_mark import LaunchMark
 from node_engine.model.gpu.step_inputs import (
@@ -140,20 +139,11 @@ def capture_decode_graphs(
     max_table_entries: int,
     is_wanted: Callable[[], bool],
 ) -> DecodeGraphs | None:
-    """Capture steps of up to `max_rows` sequences, with a progress bar if stderr is a terminal.
-
-    Stops when `is_wanted` returns False. Returns None, with a warning, if that is not possible;
-    raises torch.AcceleratorError if the GPU has failed.
-    """
-    graphs = DecodeGraphs(model, cache, min(max_table_entries, _MAX_TABLE_ENTRIES))
-    buckets = list_buckets(max_rows)
-    with (
-        CaptureProgress("decode steps", len(buckets), is_wanted) as progress,
-        capturing_on_side_stream() as capture_call,
-    ):
-        graphs.capture(buckets, capture_call, progress.on_captured)
-    if not progress.has_failed:
-        return graphs
-    del graphs
-    torch.cuda.empty_cache()
-    return None
+    """Capture steps of up to `max_rows` sequences; see `capture_graphs`."""
+    entries = min(max_table_entries, _MAX_TABLE_ENTRIES)
+    return capture_graphs(
+        lambda: DecodeGraphs(model, cache, entries),
+        "decode steps",
+        list_buckets(max_rows),
+        is_wanted,
+    )

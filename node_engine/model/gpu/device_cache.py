@@ -64,7 +64,9 @@ class DeviceCache:
         if self._side_copies is None:
             copy_blocks_between(self.host, self.cache.arena, self._as_tensor(blocks))
         else:
-            self._side_copies.load(self.host, self.cache.arena, self._as_tensor(blocks), blocks)
+            self._side_copies.load_blocks(
+                self.host, self.cache.arena, self._as_tensor(blocks), blocks
+            )
         self._unloaded_blocks.clear()
 
     def find_unloaded_slices(self, slices: Sequence[SequenceSlice]) -> set[int]:
@@ -87,7 +89,9 @@ class DeviceCache:
         self.load_marked_blocks()
         self.wait_for_loads()
         if self._side_copies is not None:
-            return self._side_copies.save(self.cache.arena, self.host, self._as_tensor(blocks))
+            return self._side_copies.save_blocks(
+                self.cache.arena, self.host, self._as_tensor(blocks)
+            )
         copy_blocks_between(self.cache.arena, self.host, self._as_tensor(blocks))
         return make_completed_save()
 

@@ -213,7 +213,7 @@ class FusedTransformer:
         residual: torch.Tensor,  # [tokens, hidden], becomes the sum before the MLP
     ) -> torch.Tensor:  # [tokens, hidden], to be added to the residual
         products, norm = self._products, layer.mlp_norm.weight
-        x = products.multiply(layer.output, attended.view(len(attended), -1))
+        x = layer.output(attended.view(len(attended), -1))
         gate_up = products.multiply_normed(layer.gate_up, x, residual, norm, self._config.norm_eps)
         return products.multiply_gated(layer.down, gate_up)
 

@@ -2,10 +2,10 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from rich.console import Console
@@ -22,6 +22,22 @@ class CapturedCall(Protocol):
 
 # Calls a function in a capture, and returns what was captured.
 CaptureCall = Callable[[Callable[[], None]], CapturedCall]
+
+
+class BucketedGraphs(Protocol):
+    """Graphs of steps, one or several for each bucket of sizes."""
+
+    def capture(
+        self,
+        buckets: Iterable[int],
+        capture_call: CaptureCall,
+        on_captured: Callable[[int], bool] = ...,
+    ) -> None:
+        """Capture the graphs; `on_captured` gets each size and says whether to go on."""
+        ...
+
+
+G = TypeVar("G", bound=BucketedGraphs)
 
 
 @contextmanager
@@ -98,3 +114,25 @@ class CaptureProgress:
         )
         self.has_failed = True
         return True
+
+
+def capture_graphs(
+    make: Callable[[], G], steps: str, buckets: Sequence[int], is_wanted: Callable[[], bool]
+) -> G | None:
+    """Make graphs of steps and capture a bucket after the other, until `is_wanted` returns False.
+
+    There is a progress bar if stderr is a terminal. Returns None, with a warning and with their
+    memory free again, if they cannot be captured. Raises torch.AcceleratorError if the GPU has
+    failed.
+    """
+    graphs = make()
+    with (
+        CaptureProgress(steps, len(buckets), is_wanted) as progress,
+        capturing_on_side_stream() as capture_call,
+    ):
+        graphs.capture(buckets, capture_call, progress.on_captured)
+    if not progress.has_failed:
+        return graphs
+    del graphs
+    torch.cuda.empty_cache()
+    return None

@@ -9,15 +9,12 @@ step to its bucket write to the scratch block, and nobody reads them.
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import torch
-
 from kv_kernels.reference.paged_attention import PagedCache
 from node_engine.model.gpu.fused_transformer import FusedTransformer, TokenRows
 from node_engine.model.gpu.graph_capture import (
     CaptureCall,
     CapturedCall,
-    CaptureProgress,
-    capturing_on_side_stream,
+    capture_graphs,
 )
 
 # Beyond the last one, a step takes the GPU longer than its launches take the host.
@@ -88,19 +85,8 @@ class BucketedLayerGraphs:
 def capture_layer_graphs(
     model: FusedTransformer, cache: PagedCache, max_tokens: int, is_wanted: Callable[[], bool]
 ) -> BucketedLayerGraphs | None:
-    """Capture steps of up to `max_tokens` tokens, with a progress bar if stderr is a terminal.
-
-    Stops when `is_wanted` returns False. Returns None, with a warning, if that is not possible.
-    """
-    graphs = BucketedLayerGraphs(model, cache)
+    """Capture steps of up to `max_tokens` tokens; see `capture_graphs`."""
     buckets = [size for size in TOKEN_BUCKETS if size <= max_tokens]
-    with (
-        CaptureProgress("prefill steps", len(buckets), is_wanted) as progress,
-        capturing_on_side_stream() as capture_call,
-    ):
-        graphs.capture(buckets, capture_call, progress.on_captured)
-    if not progress.has_failed:
-        return graphs
-    del graphs
-    torch.cuda.empty_cache()
-    return None
+    return capture_graphs(
+        lambda: BucketedLayerGraphs(model, cache), "prefill steps", buckets, is_wanted
+    )

@@ -1,4 +1,4 @@
-"""The four matrix products of a layer on a GPU, each with the operation that produces its input.
+"""Matrix products of a layer on a GPU, each with the operation that produces its input.
 
 In FP8 that operation also quantizes, so that a product has few launches and reads half the bytes.
 """
@@ -16,12 +16,6 @@ from kv_kernels.triton import fp8_layer_ops, layer_ops
 class LayerProducts(Protocol):
     """Inputs and outputs are in the model's dtype."""
 
-    def multiply(
-        self,
-        linear: Linear,
-        x: torch.Tensor,  # [tokens, in], contiguous
-    ) -> torch.Tensor: ...  # [tokens, out]
-
     def multiply_normed(
         self,
         linear: Linear,
@@ -30,21 +24,18 @@ class LayerProducts(Protocol):
         norm_weight: torch.Tensor,  # [in]
         eps: float,
     ) -> torch.Tensor:  # [tokens, out]
-        """The product with the RMSNorm of x + residual, or of x alone."""
+        """Multiply the RMSNorm of x + residual, or of x alone, by the weight of `linear`."""
 
     def multiply_gated(
         self,
         linear: Linear,
         gate_up: torch.Tensor,  # [tokens, 2 * in], contiguous
     ) -> torch.Tensor:  # [tokens, out]
-        """The product with SiLU of the first half times the second half."""
+        """Multiply SiLU(gate) * up, the halves of each row, by the weight of `linear`."""
 
 
 class PlainProducts:
     """`LayerProducts` in the model's dtype."""
-
-    def multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        return linear(x)
 
     def multiply_normed(
         self,
@@ -62,9 +53,6 @@ class PlainProducts:
 
 class Fp8Products:
     """`LayerProducts` of an `Fp8Linear`."""
-
-    def multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        return linear(x)
 
     def multiply_normed(
         self,

@@ -32,7 +32,7 @@ class SideCopies:
         self._saves: SimpleQueue[tuple[torch.cuda.Event, Future[None]]] = SimpleQueue()
         self._waiter: threading.Thread | None = None
 
-    def load(
+    def load_blocks(
         self,
         host: torch.Tensor,
         device: torch.Tensor,
@@ -60,7 +60,7 @@ class SideCopies:
             torch.cuda.current_stream().wait_event(load.ended)
         self._loads.clear()
 
-    def save(
+    def save_blocks(
         self,
         device: torch.Tensor,
         host: torch.Tensor,

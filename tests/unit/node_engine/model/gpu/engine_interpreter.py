@@ -145,7 +145,7 @@ class SlowLoads:
         self.loads: list[tuple[Sequence[BlockIndex], Callable[[], None]]] = []
         self.num_queries = 0
 
-    def load(
+    def load_blocks(
         self,
         host: torch.Tensor,
         device: torch.Tensor,

@@ -20,7 +20,7 @@ from baton.types import BlockIndex, SamplingParams
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.core.step.engine import DeviceLost
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.model.gpu import decode_graphs, device_cache
+from node_engine.model.gpu import device_cache, graph_capture
 from node_engine.model.gpu.decode_graphs import DecodeGraphs, capture_decode_graphs
 from node_engine.model.gpu.gpu_engine import GpuEngine
 
@@ -54,7 +54,7 @@ class UnusedModel:
 
 
 class FailingModel(UnusedModel):
-    """A model whose forward pass raises."""
+    """A model whose forward pass raises the given error, as a failing GPU makes torch do."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -141,7 +141,7 @@ def run_steps(engine: GpuEngine, count: int) -> None:
 def test_failure_of_a_graph_or_of_one_launched_ahead(
     error: Exception, expected: type[Exception], message: str, failing_launch: int, at_read: bool
 ) -> None:
-    """Each call of `run` launches the next step before it reads its own."""
+    """The engine launches the following step before it reads the tokens of the one asked for."""
     engine = make_engine(launcher=FakeLauncher(error, failing_launch, at_read=at_read))
     if error is FULL and failing_launch > 1 and not at_read:
         run_steps(engine, 4)  # the step is launched again when it is asked for
@@ -171,7 +171,7 @@ class CaptureCase:
         self.was_alive_when_freed: list[bool] = []
         self._error = error
         monkeypatch.setattr(DecodeGraphs, "capture", self._make_capture())
-        monkeypatch.setattr(decode_graphs, "capturing_on_side_stream", nullcontext)
+        monkeypatch.setattr(graph_capture, "capturing_on_side_stream", nullcontext)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         monkeypatch.setattr(torch.cuda, "empty_cache", self._empty_cache)
