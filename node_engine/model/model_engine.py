@@ -4,14 +4,12 @@ The tensors of a forward pass are built from the slices of a step once, for all 
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from baton.kv.blocks import KVLayout
-from baton.types import BlockIndex
 from kv_kernels.reference.paged_attention import (
     AttentionContext,
     AttentionOp,
@@ -20,14 +18,14 @@ from kv_kernels.reference.paged_attention import (
     clip_to_window,
 )
 from kv_kernels.reference.torch_kernels import TorchKernels
-from node_engine.core.step.engine import CacheLimits, LayerCallback, make_completed_save
+from node_engine.core.step.engine import LayerCallback
 from node_engine.core.step.step_batch import SampleSpec, SequenceSlice, SliceResult, StepBatch
 from node_engine.model.common.base_engine import (
-    BaseEngine,
+    logits_by_row,
     score_prompt_rows,
     translate_device_errors,
 )
-from node_engine.model.common.warm_up import CPU_PROMPT_LENGTHS, iter_warm_up_steps
+from node_engine.model.common.host_memory_engine import HostMemoryEngine
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.transformer import ForwardBatch, PromptLogprobRows, Transformer
 
@@ -182,7 +180,7 @@ class ForwardBatchBuilder:
         return torch.from_numpy(values).to(self._device)
 
 
-class ModelEngine(BaseEngine):
+class ModelEngine(HostMemoryEngine):
     """An `Engine` over one model and one arena. Not thread-safe: compute thread only."""
 
     def __init__(
@@ -203,11 +201,6 @@ class ModelEngine(BaseEngine):
         self._sample_tokens = sampler
         self._cache: PagedCache | None = None
         self._batch_builder: ForwardBatchBuilder | None = None
-        self._num_blocks = 0
-
-    @property
-    def cache_limits(self) -> CacheLimits:
-        return CacheLimits()
 
     def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
         """Use `arena` as cache memory; see Engine.bind_cache.
@@ -219,25 +212,6 @@ class ModelEngine(BaseEngine):
         self._cache = PagedCache.from_arena(memory)
         self._batch_builder = ForwardBatchBuilder(self._kernels, self._cache, self._config.windows)
         self._num_blocks = num_blocks
-
-    def load_blocks(self, blocks: Sequence[BlockIndex]) -> None:
-        """Steps compute in the arena itself."""
-
-    def save_blocks(self, blocks: Sequence[BlockIndex]) -> Future[None]:
-        """Steps compute in the arena itself."""
-        return make_completed_save()
-
-    def warm_up(
-        self, max_batched_tokens: int, is_wanted: Callable[[], bool] = lambda: True
-    ) -> None:
-        """Run steps of typical sizes in the empty cache; see Engine.warm_up."""
-        cache = self._layout.block_size, self._num_blocks
-        for step in iter_warm_up_steps(
-            CPU_PROMPT_LENGTHS, *cache, self._max_model_len, max_batched_tokens
-        ):
-            if not is_wanted():
-                return
-            self.run(step)
 
     def run(
         self, batch: StepBatch, on_layer: LayerCallback | None = None
@@ -272,9 +246,8 @@ class ModelEngine(BaseEngine):
             if hidden is not None and plan.prompt_logprob_rows:
                 for rows in plan.prompt_logprob_rows:
                     scores = score_prompt_rows(
-                        hidden[rows.first_row :],
+                        logits_by_row(self._model.compute_logits, hidden[rows.first_row :]),
                         rows.logprobs_spec,
-                        self._model.compute_logits,
                         self.vocab_size,
                     )
                     index = rows.slice_index

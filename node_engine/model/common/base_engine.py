@@ -139,10 +139,18 @@ class BaseEngine(ABC):
         )
 
 
-def score_prompt_rows(
-    hidden: torch.Tensor,  # [rows, hidden], from the first scored row on
-    spec: PromptLogprobsSpec,
+def logits_by_row(
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,  # [rows, hidden]
+) -> Callable[[int, int], torch.Tensor]:
+    """What `score_prompt_rows` computes logits with, for rows whose hidden states are there."""
+    return lambda first, count: compute_logits(hidden[first : first + count])
+
+
+def score_prompt_rows(
+    # (first, count) -> logits [count, vocab], counted from the first scored row on
+    compute_logits: Callable[[int, int], torch.Tensor],
+    spec: PromptLogprobsSpec,
     vocab_size: int,
 ) -> tuple[TokenLogprobs, ...]:
     """Score prompt tokens, a bounded number of rows at a time, to bound memory."""
@@ -151,7 +159,7 @@ def score_prompt_rows(
     found: list[TokenLogprobs] = []
     for begin in range(0, len(targets), rows_at_once):
         chunk = targets[begin : begin + rows_at_once]
-        logits = compute_logits(hidden[begin:][: len(chunk)])
+        logits = compute_logits(begin, len(chunk))
         found += compute_logprobs(logits.float(), chunk, [spec.top_logprobs] * len(chunk))
     return tuple(found)
 

@@ -14,6 +14,7 @@ from node_engine.core.step.engine import CacheLimits, LayerCallback
 from node_engine.core.step.step_batch import SequenceSlice, SliceResult, StepBatch
 from node_engine.model.common.base_engine import (
     BaseEngine,
+    logits_by_row,
     score_prompt_rows,
     translate_device_errors,
 )
@@ -208,9 +209,10 @@ class GpuEngine(BaseEngine):
         if launched.hidden is not None:
             for rows in launched.inputs.scored_rows:
                 scores = score_prompt_rows(
-                    launched.hidden[rows.first_row :],
+                    logits_by_row(
+                        self._model.compute_logits, launched.hidden[rows.first_row :]
+                    ),
                     rows.logprobs_spec,
-                    self._model.compute_logits,
                     self.vocab_size,
                 )
                 index = rows.slice_index

@@ -1,0 +1,104 @@
+"""A model in the native library: its threads, its cache and the step in progress."""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kv_kernels.native.structures import Cache, Layer, Model, Status, Step
+
+Ints = npt.NDArray[np.int64]
+SLICE_FIELDS = 5  # first_row, num_rows, position, table_begin, table_length, as KvnSlice has them
+
+
+class StepArrays:
+    """A step as arrays, which stay as they are until its last call."""
+
+    def __init__(
+        self,
+        token_ids: Ints,  # [rows]
+        slices: Ints,  # [slices, SLICE_FIELDS], which cover the rows in their order
+        block_tables: Ints,  # of all slices, joined
+        sampled_rows: Ints,  # ascending: rows computed to the end
+    ) -> None:
+        self.num_sampled = len(sampled_rows)
+        self._arrays = (token_ids, slices, block_tables, sampled_rows)
+        self.structure = Step(
+            token_ids.ctypes.data,
+            len(token_ids),
+            slices.ctypes.data,
+            len(slices),
+            block_tables.ctypes.data,
+            len(block_tables),
+            sampled_rows.ctypes.data,
+            len(sampled_rows),
+        )
+
+
+class NativeModel:
+    """Computes steps over a bound cache. Not thread-safe; calls release Python's lock."""
+
+    def __init__(
+        self,
+        functions: ctypes.CDLL,
+        model: Model,
+        layers: Sequence[Layer],
+        threads: int,
+        keep_alive: Sequence[Any],  # what the addresses in `model` and `layers` point to
+    ) -> None:
+        """Raises MemoryError if there is no memory or no thread left."""
+        self._functions = functions
+        self._vocab = model.vocab
+        self._keep_alive: list[Any] = list(keep_alive)
+        array = (Layer * len(layers))(*layers)
+        model.layers = array
+        self._context = functions.kvn_create(ctypes.byref(model), threads)
+        if not self._context:
+            raise MemoryError(f"no memory for a model on {threads} threads")
+        self._num_halves = 2 * len(layers)
+        self._keep_alive += [array, model]
+        weakref.finalize(self, _destroy, functions, self._context, self._keep_alive)
+        self._logits = torch.empty(0)
+        self._step: StepArrays | None = None
+
+    @property
+    def num_halves(self) -> int:
+        """Two for each layer: the first ends when its KV is in the cache."""
+        return self._num_halves
+
+    def bind_cache(self, memory: torch.Tensor, num_blocks: int, block_size: int) -> None:
+        """Use `memory` as cache: [blocks, layers, 2, kv_heads, block_size, dim], contiguous."""
+        cache = Cache(memory.data_ptr(), num_blocks, block_size)
+        self._functions.kvn_bind_cache(self._context, ctypes.byref(cache))
+        self._keep_alive.append(memory)
+
+    def start_step(self, step: StepArrays) -> None:
+        """Check a step and look up its tokens. Raises ValueError and MemoryError."""
+        self._step = step
+        status = self._functions.kvn_begin_step(self._context, ctypes.byref(step.structure))
+        if status == Status.OUT_OF_MEMORY:
+            raise MemoryError("no memory for the step's buffers")
+        if status:
+            raise ValueError("the step's slices, block tables or token ids are out of bounds")
+
+    def run_halves(self, first: int, end: int) -> None:
+        """Compute halves of layers, from `first` to before `end`."""
+        if self._functions.kvn_run_halves(self._context, first, end):
+            raise ValueError(f"halves {first} to {end} of {self._num_halves}")
+
+    def compute_logits(self, first: int, count: int) -> torch.Tensor:  # float32 [count, vocab]
+        """Logits of sampled rows from `first` on; overwritten by the next call."""
+        if self._logits.shape[0] < count:
+            self._logits = torch.empty(count, self._vocab)
+        logits = self._logits[:count]
+        if self._functions.kvn_compute_logits(self._context, first, count, logits.data_ptr()):
+            raise ValueError(f"rows {first} to {first + count} are not sampled")
+        return logits
+
+
+def _destroy(functions: ctypes.CDLL, context: int, keep_alive: Sequence[Any]) -> None:
+    functions.kvn_destroy(context)

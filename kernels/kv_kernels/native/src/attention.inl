@@ -1,0 +1,248 @@
+// Causal attention of query tiles over the paged cache: the online softmax of Dao et al. 2022 over
+// groups of kKeyGroup keys, the same for prompts and for decoding. Included by one file for each
+// instruction set, inside its namespace.
+
+using kvn::QueryTile;
+
+// Where one task keeps what it computes.
+template <class Dot>
+struct AttentionScratch {
+  typename Dot::X* query;     // [rows][query_stride]
+  typename Dot::X* keys;      // [key panels][query steps][16][kStep]
+  typename Dot::X* values;    // [value panels][key steps][16][kStep]
+  typename Dot::X* weights;   // [rows][kKeyGroup], exp(score - maximum)
+  float* scores;              // [rows][kKeyGroup]
+  float* sums;                // [rows][head_dim], rounded up
+  float* maxima;              // [rows]
+  float* totals;              // [rows], of the weights
+  float* decays;              // [rows], of earlier sums in this group
+  uint32_t* words;            // a row of keys, padded
+
+  static int64_t query_stride(int64_t head_dim) { return kvn::round_up(head_dim, 16 * Dot::kStep); }
+  static int64_t sum_stride(int64_t head_dim) { return kvn::round_up(head_dim, 16); }
+
+  // Returns the bytes that a task needs; fills the pointers if there is memory.
+  int64_t place(char* memory, int64_t rows, int64_t head_dim) {
+    int64_t used = 0;
+    const auto take = [&](int64_t bytes) {
+      char* at = memory == nullptr ? nullptr : memory + used;
+      used += kvn::round_up(bytes, 64);
+      return at;
+    };
+    using X = typename Dot::X;
+    const int64_t size = sizeof(X), stride = query_stride(head_dim);
+    query = reinterpret_cast<X*>(take(rows * stride * size));
+    keys = reinterpret_cast<X*>(take(kvn::kKeyGroup * stride * size));
+    values = reinterpret_cast<X*>(take(kvn::kKeyGroup * sum_stride(head_dim) * size));
+    weights = reinterpret_cast<X*>(take(rows * kvn::kKeyGroup * size));
+    scores = reinterpret_cast<float*>(take(rows * kvn::kKeyGroup * 4));
+    sums = reinterpret_cast<float*>(take(rows * sum_stride(head_dim) * 4));
+    maxima = reinterpret_cast<float*>(take(rows * 4));
+    totals = reinterpret_cast<float*>(take(rows * 4));
+    decays = reinterpret_cast<float*>(take(rows * 4));
+    words = reinterpret_cast<uint32_t*>(take(stride * size));
+    return used;
+  }
+};
+
+// The first token of a page: one head of K or V in one layer of one block.
+template <class Dot>
+static inline const typename Dot::X* find_page(const KvnContext& context, int layer, int is_value,
+                                               int64_t head, int64_t block) {
+  const KvnModel& model = context.model;
+  const int64_t page = context.cache.block_size * model.head_dim;
+  const int64_t number =
+      ((block * model.num_layers + layer) * 2 + is_value) * model.kv_heads + head;
+  return static_cast<const typename Dot::X*>(context.cache.arena) + number * page;
+}
+
+// Where the rows of up to kKeyGroup positions from `begin` on are; those from `end` on repeat the
+// last one.
+template <class Dot>
+static void find_rows(const KvnContext& context, int layer, int is_value, int64_t head,
+                      const int64_t* table, int64_t begin, int64_t end,
+                      const typename Dot::X** rows) {
+  const int64_t size = context.cache.block_size, dim = context.model.head_dim;
+  int64_t position = begin;
+  while (position < end) {
+    const int64_t first = position % size;
+    const int64_t count = size - first < end - position ? size - first : end - position;
+    const typename Dot::X* page =
+        find_page<Dot>(context, layer, is_value, head, table[position / size]) + first * dim;
+    for (int64_t i = 0; i < count; ++i) rows[position - begin + i] = page + i * dim;
+    position += count;
+  }
+  for (int64_t i = end - begin; i < kvn::kKeyGroup; ++i) rows[i] = rows[end - begin - 1];
+}
+
+// Pack keys as the weights of a product: [panel of 16 keys][steps][16 keys][kStep].
+template <class Dot>
+static void pack_keys(const typename Dot::X* const* rows, int64_t dim, int64_t num_panels,
+                      AttentionScratch<Dot>& scratch) {
+  constexpr int64_t kWordValues = 4 / sizeof(typename Dot::X);
+  const int64_t words = kvn::divide_up(dim, kWordValues);
+  const int64_t padded = AttentionScratch<Dot>::query_stride(dim) / kWordValues;
+  uint32_t* out = reinterpret_cast<uint32_t*>(scratch.keys);
+  for (int64_t panel = 0; panel < num_panels; ++panel) {
+    for (int64_t word = 0; word < padded; word += 16) {
+      uint32_t copies[16][16];
+      const uint32_t* at[16];
+      for (int i = 0; i < 16; ++i) {
+        const uint32_t* row = reinterpret_cast<const uint32_t*>(rows[panel * 16 + i]);
+        at[i] = row + word;
+        if (word + 16 > words || dim % kWordValues) {
+          __builtin_memset(copies[i], 0, sizeof copies[i]);
+          const int64_t bytes = dim * static_cast<int64_t>(sizeof(typename Dot::X)) - word * 4;
+          if (bytes > 0)
+            __builtin_memcpy(copies[i], at[i], static_cast<size_t>(bytes < 64 ? bytes : 64));
+          at[i] = copies[i];
+        }
+      }
+      transpose_words(at, out + (panel * padded + word) * 16);
+    }
+  }
+}
+
+// Pack values as the weights of a product: [panel of 16 dimensions][steps of keys][16][kStep].
+static void pack_values(const float* const* rows, int64_t dim, int64_t num_keys,
+                        AttentionScratch<DotF32>& scratch) {
+  for (int64_t key = 0; key < num_keys; ++key)
+    for_lanes(dim, [&](int64_t i, int lanes) {
+      store(scratch.values + (i * kvn::kKeyGroup) + key * 16, load_floats(rows[key] + i, lanes));
+    });
+}
+static void pack_values(const uint16_t* const* rows, int64_t dim, int64_t num_keys,
+                        AttentionScratch<DotBF16>& scratch) {
+  for (int64_t key = 0; key < num_keys; key += 2)
+    for_lanes(dim, [&](int64_t i, int lanes) {
+      const uint16_t *a = rows[key] + i, *b = rows[key + 1] + i;
+      uint16_t copies[2][16] = {};
+      if (lanes < 16) {
+        __builtin_memcpy(copies[0], a, sizeof(uint16_t) * static_cast<size_t>(lanes));
+        __builtin_memcpy(copies[1], b, sizeof(uint16_t) * static_cast<size_t>(lanes));
+        a = copies[0];
+        b = copies[1];
+      }
+      interleave_half_words(a, b, scratch.values + i * kvn::kKeyGroup + key * 16);
+    });
+}
+
+// Turn the scores of one row into weights; the first `begin` keys and those from `end` on are
+// hidden from it.
+template <class Dot>
+static inline void weigh_row(AttentionScratch<Dot>& scratch, int64_t row, int64_t num_keys,
+                             int64_t begin, int64_t end, float scale) {
+  float* scores = scratch.scores + row * kvn::kKeyGroup;
+  F16 largest = set1(-__builtin_inff());
+  for (int64_t i = 0; i < num_keys; i += 16) {
+    F16 score = mul(load(scores + i), set1(scale));
+    if (i < begin || i + 16 > end) {
+      const int64_t from = begin - i, to = end - i;
+      score = keep_lanes(score, static_cast<int>(from < 0 ? 0 : from > 16 ? 16 : from),
+                         static_cast<int>(to < 0 ? 0 : to > 16 ? 16 : to));
+    }
+    store(scores + i, score);
+    largest = max(largest, score);
+  }
+  const float before = scratch.maxima[row], found = reduce_max(largest);
+  const float maximum = found > before ? found : before;
+  const float origin = maximum == -__builtin_inff() ? 0.0f : maximum;
+  F16 total = zero();
+  for (int64_t i = 0; i < num_keys; i += 16) {
+    const F16 weight = exp_nonpositive(sub(load(scores + i), set1(origin)));
+    total = add(total, weight);
+    Numbers<Dot>::store(scratch.weights + row * kvn::kKeyGroup + i, weight);
+  }
+  alignas(64) float decay[16];
+  store(decay, exp_nonpositive(set1(before - origin)));
+  scratch.decays[row] = decay[0];
+  scratch.totals[row] = scratch.totals[row] * decay[0] + reduce_add(total);
+  scratch.maxima[row] = maximum;
+}
+
+// Attend one group of keys, from position `group` on.
+template <class Dot>
+static void attend_group(const KvnContext& context, int layer, int64_t head, const QueryTile& tile,
+                         int64_t heads_per_kv, int64_t group, AttentionScratch<Dot>& scratch) {
+  const int64_t dim = context.model.head_dim, rows = tile.count * heads_per_kv;
+  const int64_t last = tile.position + tile.count;  // the end of what any query sees
+  const int64_t end = group + kvn::kKeyGroup < last ? group + kvn::kKeyGroup : last;
+  const int64_t num_keys = kvn::round_up(end - group, 16);
+  const int64_t window = context.model.layers[layer].window;
+  const int64_t stride = AttentionScratch<Dot>::query_stride(dim);
+  const int64_t sum_stride = AttentionScratch<Dot>::sum_stride(dim);
+  const typename Dot::X* found[kvn::kKeyGroup];
+  find_rows<Dot>(context, layer, 0, head, tile.table, group, end, found);
+  pack_keys<Dot>(found, dim, num_keys / 16, scratch);
+  multiply<Dot>(scratch.query, stride, rows, scratch.keys, stride * 16, num_keys / 16,
+                stride / Dot::kStep,
+                [&](const Tile<Dot>& found_scores) {
+                  for (int64_t r = 0; r < found_scores.num_rows; ++r)
+                    for (int c = 0; c < found_scores.num_panels; ++c)
+                      store(scratch.scores + (found_scores.first_row + r) * kvn::kKeyGroup +
+                                (found_scores.first_panel + c) * 16,
+                            load(found_scores.at(r, c)));
+                });
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t position = tile.position + row / heads_per_kv;
+    const int64_t visible_from = window > 0 ? position + 1 - window : 0;
+    weigh_row<Dot>(scratch, row, num_keys, visible_from - group, position + 1 - group,
+                   1.0f / __builtin_sqrtf(static_cast<float>(dim)));
+  }
+  find_rows<Dot>(context, layer, 1, head, tile.table, group, end, found);
+  pack_values(found, dim, num_keys, scratch);
+  multiply<Dot>(scratch.weights, kvn::kKeyGroup, rows, scratch.values, kvn::kKeyGroup * 16,
+                sum_stride / 16, num_keys / Dot::kStep,
+                [&](const Tile<Dot>& weighted) {
+                  for (int64_t r = 0; r < weighted.num_rows; ++r) {
+                    const int64_t row = weighted.first_row + r;
+                    const F16 decay = set1(scratch.decays[row]);
+                    for (int c = 0; c < weighted.num_panels; ++c) {
+                      float* sum =
+                          scratch.sums + row * sum_stride + (weighted.first_panel + c) * 16;
+                      store(sum, fma(load(sum), decay, load(weighted.at(r, c))));
+                    }
+                  }
+                });
+}
+
+// Attend for one tile and the query heads of one KV head; writes rows of `activation`.
+template <class Dot>
+static void attend_tile(const KvnContext& context, int layer, int64_t head, const QueryTile& tile,
+                        int64_t out_row, char* memory) {
+  const KvnModel& model = context.model;
+  const int64_t dim = model.head_dim, heads_per_kv = model.heads / model.kv_heads;
+  const int64_t rows = tile.count * heads_per_kv;
+  const int64_t channels = (model.heads + 2 * model.kv_heads) * dim;
+  const int64_t stride = AttentionScratch<Dot>::query_stride(dim);
+  const int64_t sum_stride = AttentionScratch<Dot>::sum_stride(dim);
+  AttentionScratch<Dot> scratch;
+  scratch.place(memory, rows, dim);
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* query = context.work.qkv.as<float>() +
+                         (tile.first_row + row / heads_per_kv) * channels +
+                         (head * heads_per_kv + row % heads_per_kv) * dim;
+    typename Dot::X* copy = scratch.query + row * stride;
+    for (int64_t i = 0; i < stride; i += 16) Numbers<Dot>::store(copy + i, zero());
+    for_lanes(dim, [&](int64_t i, int lanes) {
+      store_lanes<Dot>(copy + i, load_floats(query + i, lanes), lanes);
+    });
+    for (int64_t i = 0; i < sum_stride; i += 16) store(scratch.sums + row * sum_stride + i, zero());
+    scratch.maxima[row] = -__builtin_inff();
+    scratch.totals[row] = 0.0f;
+  }
+  const int64_t window = model.layers[layer].window;
+  const int64_t oldest = window > 0 && tile.position + 1 > window ? tile.position + 1 - window : 0;
+  for (int64_t group = oldest / kvn::kKeyGroup * kvn::kKeyGroup;
+       group < tile.position + tile.count; group += kvn::kKeyGroup)
+    attend_group<Dot>(context, layer, head, tile, heads_per_kv, group, scratch);
+  typename Dot::X* attended = context.work.activation.as<typename Dot::X>();
+  for (int64_t row = 0; row < rows; ++row) {
+    typename Dot::X* out = attended + (out_row + row / heads_per_kv) * context.activation_stride +
+                           (head * heads_per_kv + row % heads_per_kv) * dim;
+    const F16 inverse = div(set1(1.0f), set1(scratch.totals[row]));
+    for_lanes(dim, [&](int64_t i, int lanes) {
+      store_lanes<Dot>(out + i, mul(load(scratch.sums + row * sum_stride + i), inverse), lanes);
+    });
+  }
+}

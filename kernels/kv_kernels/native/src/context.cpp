@@ -1,0 +1,186 @@
+#include "context.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <initializer_list>
+#include <new>
+
+namespace kvn {
+namespace {
+
+constexpr int64_t kHugePage = 2 << 20;
+
+int64_t count_element_bytes(int32_t format) {
+  return format == KVN_FLOAT32 ? 4 : format == KVN_BFLOAT16 ? 2 : 1;
+}
+
+bool is_int8(const KvnModel& model) {
+  for (int32_t i = 0; i < model.num_layers; ++i) {
+    const KvnLayer& layer = model.layers[i];
+    for (const KvnLinear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+      if (linear->format == KVN_INT8) return true;
+  }
+  return model.head.format == KVN_INT8;
+}
+
+const Kernels* choose_kernels(uint32_t features) {
+  if ((features & KVN_AVX512_ALL) == KVN_AVX512_ALL) return &avx512_kernels;
+  if (features & KVN_AVX2) return &avx2_kernels;
+  return nullptr;
+}
+
+int64_t count_heads_per_kv(const KvnModel& model) { return model.heads / model.kv_heads; }
+
+// Positions of one sequence that one task attends for.
+int64_t count_tile_positions(const KvnModel& model) {
+  const int64_t positions = kQueryRows / count_heads_per_kv(model);
+  return positions > 0 ? positions : 1;
+}
+
+bool reserve_buffers(KvnContext& context, int64_t rows) {
+  const KvnModel& model = context.model;
+  Workspace& work = context.work;
+  const int64_t size = count_element_bytes(model.format);
+  const int64_t channels = (model.heads + 2 * model.kv_heads) * model.head_dim;
+  const int64_t widest = context.inner_stride > context.activation_stride
+                             ? context.inner_stride
+                             : context.activation_stride;
+  return work.hidden.reserve(rows * model.hidden * 4) && work.qkv.reserve(rows * channels * 4) &&
+         work.activation.reserve(rows * context.activation_stride * size) &&
+         work.inner.reserve(rows * context.inner_stride * size) &&
+         work.angles.reserve(rows * model.head_dim * 4) &&
+         (!context.has_int8 || (work.quantized.reserve(rows * round_up(widest, 64)) &&
+                                work.row_scales.reserve(rows * 4)));
+}
+
+bool is_valid(const KvnContext& context, const KvnStep& step) {
+  const int64_t size = context.cache.block_size;
+  int64_t row = 0;
+  for (int64_t i = 0; i < step.num_slices; ++i) {
+    const KvnSlice& slice = step.slices[i];
+    const int64_t entries = divide_up(slice.position + slice.num_rows, size);
+    if (slice.first_row != row || slice.num_rows < 1 || slice.position < 0 ||
+        slice.table_begin < 0 || slice.table_length < entries ||
+        slice.table_begin + slice.table_length > step.num_table_entries)
+      return false;
+    for (int64_t entry = 0; entry < entries; ++entry) {
+      const int64_t block = step.block_tables[slice.table_begin + entry];
+      if (block < 0 || block >= context.cache.num_blocks) return false;
+    }
+    row += slice.num_rows;
+  }
+  for (int64_t i = 0; i < step.num_rows; ++i)
+    if (step.token_ids[i] < 0 || step.token_ids[i] >= context.model.vocab) return false;
+  for (int64_t i = 0; i < step.num_sampled; ++i) {
+    const int64_t before = i == 0 ? -1 : step.sampled_rows[i - 1];
+    if (step.sampled_rows[i] <= before || step.sampled_rows[i] >= step.num_rows) return false;
+  }
+  return row == step.num_rows && row > 0;
+}
+
+// Cut the slices into tiles. Returns false without memory.
+bool plan_queries(KvnContext& context) {
+  const KvnStep& step = context.step;
+  const int64_t each = count_tile_positions(context.model);
+  const int64_t most = step.num_slices + step.num_rows / each + step.num_sampled;
+  if (!context.work.tiles.reserve(most * static_cast<int64_t>(sizeof(QueryTile)))) return false;
+  QueryTile* tiles = context.work.tiles.as<QueryTile>();
+  context.all_queries = {tiles, 0};
+  for (int64_t i = 0; i < step.num_slices; ++i) {
+    const KvnSlice& slice = step.slices[i];
+    for (int64_t done = 0; done < slice.num_rows; done += each) {
+      const int64_t left = slice.num_rows - done;
+      tiles[context.all_queries.count++] = {slice.first_row + done, left < each ? left : each,
+                                            slice.position + done,
+                                            step.block_tables + slice.table_begin};
+    }
+  }
+  context.sampled_queries = {tiles + context.all_queries.count, step.num_sampled};
+  int64_t slice = 0;
+  for (int64_t i = 0; i < step.num_sampled; ++i) {
+    const int64_t row = step.sampled_rows[i];
+    while (step.slices[slice].first_row + step.slices[slice].num_rows <= row) ++slice;
+    const KvnSlice& found = step.slices[slice];
+    context.sampled_queries.tiles[i] = {row, 1, found.position + row - found.first_row,
+                                        step.block_tables + found.table_begin};
+  }
+  return true;
+}
+
+}  // namespace
+
+Buffer::~Buffer() {
+  if (memory_ != nullptr) munmap(memory_, static_cast<size_t>(bytes_));
+}
+
+bool Buffer::reserve(int64_t bytes) {
+  if (bytes <= bytes_) return true;
+  const int64_t wanted = round_up(bytes + 64, bytes >= kHugePage ? kHugePage : 4096);
+  void* found = mmap(nullptr, static_cast<size_t>(wanted), PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (found == MAP_FAILED) return false;
+  if (wanted >= kHugePage) madvise(found, static_cast<size_t>(wanted), MADV_HUGEPAGE);
+  if (memory_ != nullptr) munmap(memory_, static_cast<size_t>(bytes_));
+  memory_ = found;
+  bytes_ = wanted;
+  return true;
+}
+
+}  // namespace kvn
+
+using kvn::reserve_buffers;
+
+KvnContext* kvn_create(const KvnModel* model, int32_t threads) {
+  const kvn::Kernels* kernels = kvn::choose_kernels(kvn_cpu_features());
+  if (kernels == nullptr || threads < 1 || model->heads % model->kv_heads) return nullptr;
+  KvnContext* context = new (std::nothrow) KvnContext();
+  if (context == nullptr) return nullptr;
+  context->model = *model;
+  context->kernels = kernels;
+  context->has_int8 = kvn::is_int8(*model);
+  const int64_t attended = model->heads * model->head_dim;
+  const int64_t widest = attended > model->hidden ? attended : model->hidden;
+  context->activation_stride = kvn::round_up(widest, 16);
+  context->inner_stride = kvn::round_up(model->intermediate, 16);
+  const int64_t rows = kvn::count_tile_positions(*model) * kvn::count_heads_per_kv(*model);
+  context->scratch_bytes = kvn::round_up(kernels->count_scratch_bytes(*model, rows), 4096);
+  context->team = kvn::ThreadTeam::create(threads);
+  if (context->team != nullptr &&
+      context->work.scratch.reserve(context->scratch_bytes * threads))
+    return context;
+  kvn_destroy(context);
+  return nullptr;
+}
+
+void kvn_destroy(KvnContext* context) {
+  if (context == nullptr) return;
+  delete context->team;
+  delete context;
+}
+
+void kvn_bind_cache(KvnContext* context, const KvnCache* cache) { context->cache = *cache; }
+
+int32_t kvn_begin_step(KvnContext* context, const KvnStep* step) {
+  if (context->cache.arena == nullptr || !kvn::is_valid(*context, *step)) return KVN_BAD_ARGUMENT;
+  context->step = *step;
+  if (!reserve_buffers(*context, step->num_rows) || !kvn::plan_queries(*context))
+    return KVN_OUT_OF_MEMORY;
+  context->kernels->start_step(*context);
+  return KVN_OK;
+}
+
+int32_t kvn_run_halves(KvnContext* context, int32_t first, int32_t end) {
+  if (first < 0 || end > 2 * context->model.num_layers) return KVN_BAD_ARGUMENT;
+  context->kernels->run_halves(*context, first, end);
+  return KVN_OK;
+}
+
+int32_t kvn_compute_logits(KvnContext* context, int64_t first, int64_t count, float* logits) {
+  const int64_t available =
+      context->is_all_sampled() ? context->step.num_rows : context->step.num_sampled;
+  if (first < 0 || count < 1 || first + count > available) return KVN_BAD_ARGUMENT;
+  context->kernels->compute_logits(*context, first, count, logits);
+  return KVN_OK;
+}

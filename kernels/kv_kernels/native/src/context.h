@@ -1,0 +1,101 @@
+// What a model computes with: its threads, its buffers and the step in progress.
+#pragma once
+
+#include <stdint.h>
+
+#include "kv_model.h"
+#include "thread_team.h"
+
+namespace kvn {
+
+// Keys are read in groups of this many positions, counted from the start of the sequence, so that
+// sums do not depend on how a sequence is cut into steps.
+constexpr int64_t kKeyGroup = 64;
+// Query rows (positions times the query heads of one KV head) that one task attends for.
+constexpr int64_t kQueryRows = 96;
+constexpr int64_t kPanel = 16;  // output channels that are computed together
+
+static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+
+// Zero-filled memory that starts on a cache line; large ones on huge pages where possible.
+class Buffer {
+ public:
+  Buffer() = default;
+  ~Buffer();
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  // Returns whether there are `bytes`; the contents are lost if the buffer has to grow.
+  bool reserve(int64_t bytes);
+  template <class T>
+  __attribute__((always_inline)) T* as() const {
+    return static_cast<T*>(memory_);
+  }
+
+ private:
+  void* memory_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+// Consecutive queries of one sequence that one task attends for.
+struct QueryTile {
+  int64_t first_row;
+  int64_t count;
+  int64_t position;
+  const int64_t* table;
+};
+
+struct QueryTiles {
+  QueryTile* tiles = nullptr;
+  int64_t count = 0;
+};
+
+// Row strides are in elements, and rows are padded with zeros to them.
+struct Workspace {
+  Buffer hidden;      // float [rows][hidden]
+  Buffer activation;  // normed rows, or attended ones: [rows][stride] in the model's format
+  Buffer qkv;         // float [rows][qkv channels]
+  Buffer inner;       // SiLU(gate) * up: [rows][inner_stride] in the model's format
+  Buffer angles;      // float [rows][2][head_dim / 2]: cosines, sines
+  Buffer quantized;   // uint8 [rows][stride]
+  Buffer row_scales;  // float [rows]
+  Buffer scratch;     // of attention: [threads][scratch_bytes]
+  Buffer tiles;       // QueryTile, of all rows and of sampled rows
+};
+
+struct Kernels;
+
+}  // namespace kvn
+
+struct KvnContext {
+  KvnModel model = {};
+  KvnCache cache = {};
+  KvnStep step = {};
+  const kvn::Kernels* kernels = nullptr;
+  kvn::ThreadTeam* team = nullptr;
+  kvn::Workspace work;
+  kvn::QueryTiles all_queries;
+  kvn::QueryTiles sampled_queries;
+  int64_t activation_stride = 0;
+  int64_t inner_stride = 0;
+  int64_t scratch_bytes = 0;
+  bool has_int8 = false;
+
+  // All rows pass through the last layer.
+  __attribute__((always_inline)) bool is_all_sampled() const { return step.num_sampled == step.num_rows; }
+};
+
+namespace kvn {
+
+// The kernels of one instruction set.
+struct Kernels {
+  void (*start_step)(KvnContext& context);
+  void (*run_halves)(KvnContext& context, int first, int end);
+  void (*compute_logits)(KvnContext& context, int64_t first, int64_t count, float* logits);
+  int64_t (*count_scratch_bytes)(const KvnModel& model, int64_t rows);
+};
+
+extern const Kernels avx512_kernels;
+extern const Kernels avx2_kernels;
+
+}  // namespace kvn

@@ -1,0 +1,399 @@
+// The forward pass of a step, in stages that the team's members share. Included by one file for
+// each instruction set, inside its namespace.
+
+using kvn::QueryTiles;
+using kvn::ThreadTeam;
+
+constexpr int64_t kRowsPerTask = 8;            // of elementwise stages
+constexpr int64_t kRowBlockBytes = 384 << 10;  // of the rows of a product that stay in L2
+constexpr int64_t kPanelsPerTask = 4;
+
+template <class Body>  // body(task)
+static inline void share_tasks(ThreadTeam& team, int64_t count, Body&& body) {
+  for (int64_t task = team.take_task(); task < count; task = team.take_task()) body(task);
+  team.end_stage();
+}
+
+template <class Body>  // body(row)
+static inline void share_rows(ThreadTeam& team, int64_t rows, Body&& body) {
+  const int64_t each = rows >= kRowsPerTask * team.size() ? kRowsPerTask : 1;
+  share_tasks(team, kvn::divide_up(rows, each), [&](int64_t task) {
+    const int64_t end = (task + 1) * each < rows ? (task + 1) * each : rows;
+    for (int64_t row = task * each; row < end; ++row) body(row);
+  });
+}
+
+// x * weight / sqrt(mean(x^2) + eps) (Zhang and Sennrich, 2019)
+template <class Store>  // store(index, lanes, value)
+static inline void normalize(const float* x, const float* weight, int64_t width, float eps,
+                             Store&& store_value) {
+  F16 squares = zero();
+  for_lanes(width, [&](int64_t i, int lanes) {
+    const F16 value = load_floats(x + i, lanes);
+    squares = fma(value, value, squares);
+  });
+  const float mean = reduce_add(squares) / static_cast<float>(width);
+  const F16 scale = set1(1.0f / __builtin_sqrtf(mean + eps));
+  for_lanes(width, [&](int64_t i, int lanes) {
+    store_value(i, lanes,
+                mul(mul(load_floats(x + i, lanes), scale), load_floats(weight + i, lanes)));
+  });
+}
+
+template <class Dot>
+static void normalize_rows(KvnContext& context, const float* weight, int64_t rows) {
+  const int64_t hidden = context.model.hidden;
+  share_rows(*context.team, rows, [&](int64_t row) {
+    typename Dot::X* out =
+        context.work.activation.as<typename Dot::X>() + row * context.activation_stride;
+    normalize(context.work.hidden.as<float>() + row * hidden, weight, hidden,
+              context.model.norm_eps,
+              [&](int64_t i, int lanes, F16 value) { store_lanes<Dot>(out + i, value, lanes); });
+    for (int64_t i = hidden; i < kvn::round_up(hidden, 4); ++i) out[i] = 0;
+  });
+}
+
+// Quantize rows symmetrically by their largest magnitude, as unsigned numbers around 128.
+template <class Dot>
+static void quantize_rows(KvnContext& context, const typename Dot::X* x, int64_t stride,
+                          int64_t width, int64_t rows) {
+  const int64_t padded = kvn::round_up(width, 64);
+  share_rows(*context.team, rows, [&](int64_t row) {
+    const typename Dot::X* from = x + row * stride;
+    uint8_t* to = context.work.quantized.as<uint8_t>() + row * padded;
+    F16 largest = zero();
+    for_lanes(width, [&](int64_t i, int lanes) {
+      largest = max(largest, abs(load_lanes<Dot>(from + i, lanes)));
+    });
+    const float scale = reduce_max(largest) / 127.0f;
+    const F16 inverse = set1(scale > 0.0f ? 1.0f / scale : 0.0f);
+    for_lanes(width, [&](int64_t i, int lanes) {
+      const F16 value = round_to_even(mul(load_lanes<Dot>(from + i, lanes), inverse));
+      store_u8(to + i, add(max(set1(-127.0f), min(value, set1(127.0f))), set1(128.0f)));
+    });
+    for (int64_t i = width; i < padded; ++i) to[i] = 128;
+    context.work.row_scales.as<float>()[row] = scale;
+  });
+}
+
+// How a product is cut into tasks: blocks of rows that stay in a cache, times groups of panels.
+struct ProductTasks {
+  int64_t rows, rows_each, panels, panels_each, row_blocks, panel_groups;
+
+  ProductTasks(int64_t num_rows, int64_t num_panels, int64_t row_bytes, int members)
+      : rows(num_rows), rows_each(num_rows), panels(num_panels), panels_each(kPanelsPerTask) {
+    if (rows > kMaxSinglePassRows) {
+      int64_t most = kRowBlockBytes / row_bytes / kBlockedRows * kBlockedRows;
+      if (most < kBlockedRows) most = kBlockedRows;
+      const int64_t blocks = kvn::divide_up(rows, most);
+      rows_each = kvn::round_up(kvn::divide_up(rows, blocks), kBlockedRows);
+    }
+    row_blocks = kvn::divide_up(rows, rows_each);
+    while (panels_each > 2 && row_blocks * kvn::divide_up(panels, panels_each) < 6 * members)
+      panels_each /= 2;
+    panel_groups = kvn::divide_up(panels, panels_each);
+  }
+  int64_t count() const { return row_blocks * panel_groups; }
+  int64_t first_row(int64_t task) const { return task / panel_groups * rows_each; }
+  int64_t num_rows(int64_t task) const {
+    const int64_t left = rows - first_row(task);
+    return left < rows_each ? left : rows_each;
+  }
+  int64_t first_panel(int64_t task) const { return task % panel_groups * panels_each; }
+  int64_t num_panels(int64_t task) const {
+    const int64_t left = panels - first_panel(task);
+    return left < panels_each ? left : panels_each;
+  }
+};
+
+// Sums of a tile's row and panel as floats, bias included.
+template <class Dot>
+static inline F16 finish_sums(const KvnLinear& linear, const typename Dot::Out* sums, int64_t panel,
+                              float) {
+  const F16 found = load(sums);
+  return linear.bias == nullptr ? found : add(found, load(linear.bias + panel * 16));
+}
+template <>
+inline F16 finish_sums<DotInt8>(const KvnLinear& linear, const int32_t* sums, int64_t panel,
+                                float row_scale) {
+  alignas(64) int32_t centred[16];
+  for (int i = 0; i < 16; ++i)
+    centred[i] = sums[i] - 128 * linear.channel_sums[panel * 16 + i];
+  const F16 scale = mul(load(linear.scales + panel * 16), set1(row_scale));
+  const F16 found = mul(load_i32_as_float(centred), scale);
+  return linear.bias == nullptr ? found : add(found, load(linear.bias + panel * 16));
+}
+
+// Share the tasks of a product; `store_row(row, panel, panels, values)` gets the finished sums of a
+// row, of `panels` panels of 16 each.
+template <class Dot, class StoreRow>
+static void share_product(KvnContext& context, const KvnLinear& linear, const typename Dot::X* x,
+                          int64_t stride, int64_t rows, StoreRow&& store_row) {
+  const int64_t steps = kvn::divide_up(linear.in, Dot::kStep);
+  const int64_t outputs = kvn::divide_up(linear.out, kvn::kPanel) * (linear.is_gated ? 2 : 1);
+  const ProductTasks tasks(rows, outputs, stride * static_cast<int64_t>(sizeof(*x)),
+                           context.team->size());
+  const auto* weights = static_cast<const typename Dot::W*>(linear.weights);
+  const int64_t panel_stride = steps * 16 * Dot::kStep;
+  share_tasks(*context.team, tasks.count(), [&](int64_t task) {
+    const int64_t row0 = tasks.first_row(task), panel0 = tasks.first_panel(task);
+    multiply<Dot>(x + row0 * stride, stride, tasks.num_rows(task), weights + panel0 * panel_stride,
+                  panel_stride, tasks.num_panels(task), steps,
+                  [&](const Tile<Dot>& tile) {
+                    F16 values[4];
+                    const int64_t panel = panel0 + tile.first_panel;
+                    for (int64_t r = 0; r < tile.num_rows; ++r) {
+                      const int64_t row = row0 + tile.first_row + r;
+                      const float scale =
+                          sizeof(*x) == 1 ? context.work.row_scales.as<float>()[row] : 0.0f;
+                      for (int c = 0; c < tile.num_panels; ++c)
+                        values[c] = finish_sums<Dot>(linear, tile.at(r, c), panel + c, scale);
+                      store_row(row, panel, tile.num_panels, values);
+                    }
+                  });
+  });
+}
+
+// As share_product, for rows in the model's format, quantized first if the matrix is int8.
+template <class Dot, class StoreRow>
+static void share_linear(KvnContext& context, const KvnLinear& linear, const typename Dot::X* x,
+                         int64_t stride, int64_t rows, StoreRow&& store_row) {
+  if (linear.format != KVN_INT8) {
+    share_product<Dot>(context, linear, x, stride, rows, store_row);
+    return;
+  }
+  quantize_rows<Dot>(context, x, stride, linear.in, rows);
+  share_product<DotInt8>(context, linear, context.work.quantized.as<uint8_t>(),
+                         kvn::round_up(linear.in, 64), rows, store_row);
+}
+
+static inline void store_panels(float* out, int64_t width, int64_t panel, int panels,
+                                const F16* values) {
+  for (int c = 0; c < panels; ++c) {
+    const int64_t left = width - (panel + c) * 16;
+    store_floats(out + (panel + c) * 16, values[c], left < 16 ? static_cast<int>(left) : 16);
+  }
+}
+
+// Rotate pairs (i, i + dim / 2) of a head (Su et al., 2021).
+static inline void rotate(float* head, const float* angles, int64_t dim) {
+  const int64_t half = dim / 2;
+  for_lanes(half, [&](int64_t i, int lanes) {
+    const F16 cosine = load_floats(angles + i, lanes), sine = load_floats(angles + half + i, lanes);
+    const F16 a = load_floats(head + i, lanes), b = load_floats(head + half + i, lanes);
+    store_floats(head + i, sub(mul(a, cosine), mul(b, sine)), lanes);
+    store_floats(head + half + i, fma(b, cosine, mul(a, sine)), lanes);
+  });
+}
+
+// Rotate queries and keys of a row, and write its keys and values to the cache.
+template <class Dot>
+static void finish_qkv(KvnContext& context, int layer, const KvnSlice& slice, int64_t row) {
+  const KvnModel& model = context.model;
+  const int64_t dim = model.head_dim, size = context.cache.block_size;
+  const int64_t position = slice.position + row - slice.first_row;
+  const int64_t block = context.step.block_tables[slice.table_begin + position / size];
+  float* qkv = context.work.qkv.as<float>() + row * (model.heads + 2 * model.kv_heads) * dim;
+  const float* angles = context.work.angles.as<float>() + row * dim;
+  const float* norm = model.layers[layer].qk_norm;
+  for (int64_t head = 0; head < model.heads + model.kv_heads; ++head) {
+    float* at = qkv + head * dim;
+    if (norm != nullptr)
+      normalize(at, norm + head * dim, dim, model.norm_eps,
+                [&](int64_t i, int lanes, F16 value) { store_floats(at + i, value, lanes); });
+    rotate(at, angles, dim);
+  }
+  for (int64_t index = 0; index < 2 * model.kv_heads; ++index) {
+    const int is_value = index >= model.kv_heads;
+    const float* from = qkv + (model.heads + index) * dim;
+    auto* to = const_cast<typename Dot::X*>(
+                   find_page<Dot>(context, layer, is_value, index % model.kv_heads, block)) +
+               position % size * dim;
+    for_lanes(dim, [&](int64_t i, int lanes) {
+      store_lanes<Dot>(to + i, load_floats(from + i, lanes), lanes);
+    });
+    // What follows the sequence's newest token in its block is zero, not what was there before.
+    const bool is_last = row + 1 == slice.first_row + slice.num_rows;
+    const int64_t begun = slice.position + slice.num_rows;
+    if (is_last && begun % size && begun / size * size >= slice.position)
+      __builtin_memset(to + dim, 0,
+                       static_cast<size_t>((size - begun % size) * dim) * sizeof(*to));
+  }
+}
+
+static inline const KvnSlice& find_slice(const KvnStep& step, int64_t row) {
+  int64_t low = 0, high = step.num_slices;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (step.slices[middle].first_row <= row ? low : high) = middle;
+  }
+  return step.slices[low];
+}
+
+template <class Dot>
+static void run_first_half(KvnContext& context, int layer) {
+  const KvnModel& model = context.model;
+  const KvnLayer& weights = model.layers[layer];
+  const int64_t rows = context.step.num_rows, channels = weights.qkv.out;
+  normalize_rows<Dot>(context, weights.attention_norm, rows);
+  float* qkv = context.work.qkv.as<float>();
+  share_linear<Dot>(context, weights.qkv, context.work.activation.as<typename Dot::X>(),
+                    context.activation_stride, rows,
+                    [&](int64_t row, int64_t panel, int panels, const F16* values) {
+                      store_panels(qkv + row * channels, channels, panel, panels, values);
+                    });
+  share_rows(*context.team, rows, [&](int64_t row) {
+    finish_qkv<Dot>(context, layer, find_slice(context.step, row), row);
+  });
+}
+
+// Keep the residual of sampled rows alone, in their order.
+static void select_sampled_rows(KvnContext& context) {
+  const int64_t hidden = context.model.hidden;
+  float* rows = context.work.hidden.as<float>();
+  if (context.team->take_task() == 0)  // in ascending order: no row is overwritten before its move
+    for (int64_t i = 0; i < context.step.num_sampled; ++i)
+      __builtin_memmove(rows + i * hidden, rows + context.step.sampled_rows[i] * hidden,
+                        sizeof(float) * static_cast<size_t>(hidden));
+  context.team->end_stage();
+}
+
+template <class Dot>
+static void attend(KvnContext& context, int layer, const QueryTiles& queries, bool is_sampled,
+                   int member) {
+  const int64_t kv_heads = context.model.kv_heads;
+  char* scratch = context.work.scratch.as<char>() + member * context.scratch_bytes;
+  share_tasks(*context.team, queries.count * kv_heads, [&](int64_t task) {
+    // The last tiles of a prompt see the most keys: they come first.
+    const int64_t index = queries.count - 1 - task / kv_heads;
+    const QueryTile& tile = queries.tiles[index];
+    attend_tile<Dot>(context, layer, task % kv_heads, tile, is_sampled ? index : tile.first_row,
+                     scratch);
+  });
+}
+
+template <class Dot>
+static void run_second_half(KvnContext& context, int layer, int member) {
+  const KvnModel& model = context.model;
+  const KvnLayer& weights = model.layers[layer];
+  const bool is_reduced = layer + 1 == model.num_layers && !context.is_all_sampled();
+  const int64_t rows = is_reduced ? context.step.num_sampled : context.step.num_rows;
+  if (rows == 0) return;
+  using X = typename Dot::X;
+  attend<Dot>(context, layer, is_reduced ? context.sampled_queries : context.all_queries,
+              is_reduced, member);
+  if (is_reduced) select_sampled_rows(context);
+  float* hidden = context.work.hidden.as<float>();
+  X *activation = context.work.activation.as<X>(), *inner = context.work.inner.as<X>();
+  const auto add_to_hidden = [&](int64_t row, int64_t panel, int panels, const F16* values) {
+    float* at = hidden + row * model.hidden;
+    for (int c = 0; c < panels; ++c) {
+      const int64_t left = model.hidden - (panel + c) * 16;
+      const int lanes = left < 16 ? static_cast<int>(left) : 16;
+      float* sum = at + (panel + c) * 16;
+      store_floats(sum, add(load_floats(sum, lanes), values[c]), lanes);
+    }
+  };
+  share_linear<Dot>(context, weights.output, activation, context.activation_stride, rows,
+                    add_to_hidden);
+  normalize_rows<Dot>(context, weights.mlp_norm, rows);
+  share_linear<Dot>(context, weights.gate_up, activation, context.activation_stride, rows,
+                    [&](int64_t row, int64_t panel, int panels, const F16* values) {
+                      X* out = inner + row * context.inner_stride + panel / 2 * 16;
+                      for (int c = 0; c + 1 < panels; c += 2)
+                        Numbers<Dot>::store(out + c / 2 * 16, silu_mul(values[c], values[c + 1]));
+                    });
+  share_linear<Dot>(context, weights.down, inner, context.inner_stride, rows, add_to_hidden);
+}
+
+template <class Dot>
+static void start_rows(KvnContext& context) {
+  const KvnModel& model = context.model;
+  const int64_t half = model.head_dim / 2;
+  share_rows(*context.team, context.step.num_rows, [&](int64_t row) {
+    const auto* from = static_cast<const typename Dot::X*>(model.embedding) +
+                       context.step.token_ids[row] * model.hidden;
+    float* to = context.work.hidden.as<float>() + row * model.hidden;
+    for_lanes(model.hidden, [&](int64_t i, int lanes) {
+      store_floats(to + i, load_lanes<Dot>(from + i, lanes), lanes);
+    });
+    const KvnSlice& slice = find_slice(context.step, row);
+    const float position = static_cast<float>(slice.position + row - slice.first_row);
+    float* angles = context.work.angles.as<float>() + row * model.head_dim;
+    for (int64_t i = 0; i < half; ++i) {
+      angles[i] = __builtin_cosf(position * model.frequencies[i]);
+      angles[half + i] = __builtin_sinf(position * model.frequencies[i]);
+    }
+  });
+}
+
+struct HalvesJob {
+  KvnContext* context;
+  int first, end;
+};
+
+template <class Dot>
+static void run_halves_member(void* argument, int member) {
+  const HalvesJob& job = *static_cast<HalvesJob*>(argument);
+  for (int half = job.first; half < job.end; ++half) {
+    if (half % 2 == 0) {
+      run_first_half<Dot>(*job.context, half / 2);
+    } else {
+      run_second_half<Dot>(*job.context, half / 2, member);
+    }
+  }
+}
+
+struct LogitsJob {
+  KvnContext* context;
+  int64_t first, count;
+  float* logits;
+};
+
+template <class Dot>
+static void compute_logits_member(void* argument, int) {
+  const LogitsJob& job = *static_cast<LogitsJob*>(argument);
+  KvnContext& context = *job.context;
+  const KvnModel& model = context.model;
+  using X = typename Dot::X;
+  share_rows(*context.team, job.count, [&](int64_t row) {
+    X* out = context.work.activation.as<X>() + row * context.activation_stride;
+    normalize(context.work.hidden.as<float>() + (job.first + row) * model.hidden, model.final_norm,
+              model.hidden, model.norm_eps,
+              [&](int64_t i, int lanes, F16 value) { store_lanes<Dot>(out + i, value, lanes); });
+    for (int64_t i = model.hidden; i < kvn::round_up(model.hidden, 4); ++i) out[i] = 0;
+  });
+  share_linear<Dot>(context, model.head, context.work.activation.as<X>(),
+                    context.activation_stride, job.count,
+                    [&](int64_t row, int64_t panel, int panels, const F16* values) {
+                      store_panels(job.logits + row * model.vocab, model.vocab, panel, panels,
+                                   values);
+                    });
+}
+
+template <class Dot>
+static void start_step_member(void* argument, int) {
+  start_rows<Dot>(*static_cast<KvnContext*>(argument));
+}
+
+static void start_step(KvnContext& context) {
+  const bool is_bf16 = context.model.format == KVN_BFLOAT16;
+  context.team->run(is_bf16 ? start_step_member<DotBF16> : start_step_member<DotF32>, &context);
+}
+
+static void run_halves(KvnContext& context, int first, int end) {
+  HalvesJob job{&context, first, end};
+  const bool is_bf16 = context.model.format == KVN_BFLOAT16;
+  context.team->run(is_bf16 ? run_halves_member<DotBF16> : run_halves_member<DotF32>, &job);
+}
+
+static void compute_logits(KvnContext& context, int64_t first, int64_t count, float* logits) {
+  LogitsJob job{&context, first, count, logits};
+  const bool is_bf16 = context.model.format == KVN_BFLOAT16;
+  context.team->run(is_bf16 ? compute_logits_member<DotBF16> : compute_logits_member<DotF32>, &job);
+}
+
+static int64_t count_scratch_bytes(const KvnModel& model, int64_t rows) {
+  AttentionScratch<DotF32> wide;
+  return wide.place(nullptr, rows, model.head_dim);
+}

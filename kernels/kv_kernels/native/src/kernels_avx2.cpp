@@ -1,0 +1,15 @@
+#include "context.h"
+#include "simd_avx2.h"
+
+#define ISA avx2
+
+namespace avx2 {
+#include "products.inl"
+#include "attention.inl"
+#include "forward.inl"
+}  // namespace avx2
+
+namespace kvn {
+const Kernels avx2_kernels = {avx2::start_step, avx2::run_halves, avx2::compute_logits,
+                              avx2::count_scratch_bytes};
+}

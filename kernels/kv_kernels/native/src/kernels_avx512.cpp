@@ -1,0 +1,15 @@
+#include "context.h"
+#include "simd_avx512.h"
+
+#define ISA avx512
+
+namespace avx512 {
+#include "products.inl"
+#include "attention.inl"
+#include "forward.inl"
+}  // namespace avx512
+
+namespace kvn {
+const Kernels avx512_kernels = {avx512::start_step, avx512::run_halves, avx512::compute_logits,
+                              avx512::count_scratch_bytes};
+}

@@ -1,0 +1,120 @@
+// The forward pass of a model, in C. Every structure is filled by the caller, who keeps
+// what it points to alive; nothing here allocates for the caller or throws.
+#pragma once
+
+#include "kv_native.h"
+
+// How the numbers of a matrix or of the KV cache are stored.
+enum KvnFormat { KVN_FLOAT32 = 0, KVN_BFLOAT16 = 1, KVN_INT8 = 2 };
+
+enum KvnStatus {
+  KVN_OK = 0,
+  KVN_OUT_OF_MEMORY = 1,
+  KVN_BAD_ARGUMENT = 2,
+};
+
+// A matrix packed by kvn_pack_*: panels of 16 output channels, each [in / s][16][s], where s is 1
+// for float32, 2 for bfloat16 and 4 for int8. In a gated matrix the panels of gate and up take
+// turns. Arrays by output channel are in the order of the panels, and padded like them.
+struct KvnLinear {
+  const void* weights;
+  const float* bias;            // NULL for none
+  const float* scales;          // int8: of each output channel
+  const int32_t* channel_sums;  // int8: sum of the quantized weights of each output channel
+  int64_t in;
+  int64_t out;  // of a gated matrix: channels of the gate
+  int32_t format;
+  int32_t is_gated;
+};
+
+struct KvnLayer {
+  const float* attention_norm;  // [hidden]
+  const float* qk_norm;         // [heads + kv_heads][head_dim], or NULL
+  const float* mlp_norm;        // [hidden]
+  KvnLinear qkv;
+  KvnLinear output;
+  KvnLinear gate_up;
+  KvnLinear down;
+  int64_t window;  // tokens that a query attends to; 0 for all
+};
+
+struct KvnModel {
+  int32_t format;  // of activations and KV cache: KVN_FLOAT32 or KVN_BFLOAT16
+  int32_t num_layers;
+  int64_t hidden;
+  int64_t intermediate;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_dim;
+  int64_t vocab;
+  float norm_eps;
+  const float* frequencies;  // [head_dim / 2], radians per position
+  const void* embedding;     // [vocab][hidden] in `format`
+  const float* final_norm;   // [hidden]
+  const KvnLayer* layers;    // [num_layers]
+  KvnLinear head;
+};
+
+// The paged cache: [blocks][layers][2][kv_heads][block_size][head_dim] in the model's format.
+struct KvnCache {
+  void* arena;
+  int64_t num_blocks;
+  int64_t block_size;
+};
+
+// Consecutive rows of a step: tokens of one sequence from `position` on.
+struct KvnSlice {
+  int64_t first_row;
+  int64_t num_rows;
+  int64_t position;
+  int64_t table_begin;  // of its blocks in `block_tables`
+  int64_t table_length;
+};
+
+struct KvnStep {
+  const int64_t* token_ids;  // [num_rows]
+  int64_t num_rows;
+  const KvnSlice* slices;  // [num_slices], which cover the rows in their order
+  int64_t num_slices;
+  const int64_t* block_tables;  // [num_table_entries]
+  int64_t num_table_entries;
+  const int64_t* sampled_rows;  // [num_sampled], ascending: rows computed to the end
+  int64_t num_sampled;
+};
+
+struct KvnContext;
+
+// A model with its threads and buffers, for the features that kvn_cpu_features() has now. Returns
+// NULL if there is no memory, no further thread or no kernel for these features.
+KVN_EXPORT KvnContext* kvn_create(const KvnModel* model, int32_t threads);
+KVN_EXPORT void kvn_destroy(KvnContext* context);
+KVN_EXPORT void kvn_bind_cache(KvnContext* context, const KvnCache* cache);
+
+// Start a step: check it, look its tokens up. The step and what it points to have to live until the
+// last call for it. Not thread-safe, as all calls with one context.
+KVN_EXPORT int32_t kvn_begin_step(KvnContext* context, const KvnStep* step);
+
+// Compute halves of layers, from `first` to before `end`. Half 2 i of layer i ends with its KV in
+// the cache, half 2 i + 1 with its output. After the last half, sampled rows alone are left.
+KVN_EXPORT int32_t kvn_run_halves(KvnContext* context, int32_t first, int32_t end);
+
+// Logits [count][vocab] of sampled rows from `first` on.
+KVN_EXPORT int32_t kvn_compute_logits(KvnContext* context, int64_t first, int64_t count,
+                                      float* logits);
+
+// Packing. `weight` is [out][in] in `source_format` (KVN_FLOAT32 or KVN_BFLOAT16), rows `stride`
+// elements apart. Its row i becomes channel i % 16 of panel first_panel + i / 16 * panel_step.
+struct KvnPack {
+  const void* weight;
+  int64_t out;
+  int64_t in;
+  int32_t source_format;
+  int32_t format;
+  int64_t first_panel;
+  int64_t panel_step;
+  void* packed;
+  float* scales;          // int8
+  int32_t* channel_sums;  // int8
+};
+KVN_EXPORT int32_t kvn_pack(const KvnPack* pack);
+KVN_EXPORT int64_t kvn_panel_bytes(int64_t in, int32_t format);

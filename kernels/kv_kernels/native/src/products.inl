@@ -1,0 +1,184 @@
+// Products of rows with packed matrices. Included by one file for each instruction set, inside its
+// namespace.
+//
+// Every output is the sum over K in ascending order by one accumulator, whatever the number of rows:
+// a row's result does not depend on the other rows.
+
+constexpr int64_t kPrefetchBytes = 1536;  // ahead of the weights that are read
+
+template <class Dot, int R, int C>
+static void multiply_tile(const typename Dot::X* x, ptrdiff_t stride,
+                          const typename Dot::W* const* panels, int64_t steps,
+                          typename Dot::Out* out) {  // [R][C][16]
+  typename Dot::Acc acc[R][C];
+  const typename Dot::W* w[C];
+#pragma GCC unroll 24
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) acc[r][c] = Dot::zero();
+#pragma GCC unroll 4
+  for (int c = 0; c < C; ++c) w[c] = panels[c];
+  for (int64_t k = 0; k < steps; ++k) {
+    decltype(Dot::load_weights(w[0])) weights[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) {
+      const typename Dot::W* at = w[c] + k * 16 * Dot::kStep;
+      weights[c] = Dot::load_weights(at);
+      _mm_prefetch(reinterpret_cast<const char*>(at) + kPrefetchBytes, _MM_HINT_T0);
+    }
+#pragma GCC unroll 24
+    for (int r = 0; r < R; ++r) {
+      const auto value = Dot::broadcast(x + r * stride + k * Dot::kStep);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) acc[r][c] = Dot::accumulate(acc[r][c], value, weights[c]);
+    }
+  }
+#pragma GCC unroll 24
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) Dot::store(out + (r * C + c) * 16, acc[r][c]);
+}
+
+template <class Dot>
+using TileFunction = void (*)(const typename Dot::X*, ptrdiff_t, const typename Dot::W* const*,
+                              int64_t, typename Dot::Out*);
+
+template <class Dot, int R>
+struct TileChooser {
+  static TileFunction<Dot> single_pass(int rows) {
+    if (rows == R) return &multiply_tile<Dot, R, panels_at_once(R)>;
+    return TileChooser<Dot, R - 1>::single_pass(rows);
+  }
+  static TileFunction<Dot> blocked(int rows) {
+    if (rows == R) return &multiply_tile<Dot, R, kBlockedPanels>;
+    return TileChooser<Dot, R - 1>::blocked(rows);
+  }
+};
+template <class Dot>
+struct TileChooser<Dot, 0> {
+  static TileFunction<Dot> single_pass(int) { return nullptr; }
+  static TileFunction<Dot> blocked(int) { return nullptr; }
+};
+
+// The sums of some rows and panels.
+template <class Dot>
+struct Tile {
+  const typename Dot::Out* sums;
+  int row_stride, panel_stride;
+  int64_t first_row, num_rows, first_panel;
+  int num_panels;
+
+  const typename Dot::Out* at(int64_t row, int panel) const {
+    return sums + row * row_stride + panel * panel_stride;
+  }
+};
+
+// Multiply `rows` rows with `num_panels` panels; calls use_tile(tile) for each tile. Tiles start at
+// even panels, and have an even number of them unless the last is missing.
+template <class Dot, class UseTile>
+static void multiply(const typename Dot::X* x, ptrdiff_t stride, int64_t rows,
+                     const typename Dot::W* weights, ptrdiff_t panel_stride, int64_t num_panels,
+                     int64_t steps, UseTile&& use_tile) {
+  constexpr int kMaxRows = kMaxSinglePassRows > kBlockedRows ? kMaxSinglePassRows : kBlockedRows;
+  alignas(64) typename Dot::Out sums[kMaxRows * 4 * 16];
+  const bool is_single = rows <= kMaxSinglePassRows;
+  const int at_once = is_single ? panels_at_once(static_cast<int>(rows)) : kBlockedPanels;
+  const int per_tile = at_once < 2 ? 2 : at_once;
+  const int64_t rows_at_once = is_single ? rows : kBlockedRows;
+  const TileFunction<Dot> whole =
+      is_single ? TileChooser<Dot, kMaxSinglePassRows>::single_pass(static_cast<int>(rows))
+                : TileChooser<Dot, kBlockedRows>::blocked(kBlockedRows);
+  const TileFunction<Dot> last =
+      TileChooser<Dot, kBlockedRows>::blocked(static_cast<int>(rows % kBlockedRows));
+  for (int64_t panel = 0; panel < num_panels; panel += per_tile) {
+    const typename Dot::W* panels[4];
+    const int64_t left = num_panels - panel;
+    for (int c = 0; c < per_tile; ++c)
+      panels[c] = weights + (c < left ? panel + c : num_panels - 1) * panel_stride;
+    for (int64_t row = 0; row < rows; row += rows_at_once) {
+      const bool is_whole = rows - row >= rows_at_once;
+      const int count = static_cast<int>(is_whole ? rows_at_once : rows - row);
+      for (int c = 0; c < per_tile; c += at_once)
+        (is_whole ? whole : last)(x + row * stride, stride, panels + c, steps,
+                                  sums + c * count * 16);
+      const bool is_split = at_once == 1;
+      use_tile(Tile<Dot>{sums, is_split ? 16 : at_once * 16, is_split ? count * 16 : 16, row, count,
+                         panel, left < per_tile ? static_cast<int>(left) : per_tile});
+    }
+  }
+}
+
+// exp(x) for x <= 0, within 2 ulp; 0 below -87, NaN for NaN. The polynomial is that of expf in
+// Moshier's Cephes library, after Cody and Waite's reduction.
+static inline F16 exp_nonpositive(F16 x) {
+  const F16 bounded = max(set1(-87.0f), x);
+  const F16 n = round_to_even(mul(bounded, set1(1.44269504088896341f)));
+  F16 r = fma(n, set1(-0.693359375f), bounded);
+  r = fma(n, set1(2.12194440e-4f), r);
+  F16 p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, mul(r, r), add(r, set1(1.0f)));
+  return zero_below(x, -87.0f, scale_by_power(p, n));
+}
+
+// gate * up / (1 + exp(-gate))
+static inline F16 silu_mul(F16 gate, F16 up) {
+  const F16 e = exp_nonpositive(sub(zero(), abs(gate)));  // exp(-|gate|)
+  const F16 one = set1(1.0f);
+  // 1 / (1 + exp(-g)) is 1 / (1 + e) for g >= 0, and e / (1 + e) below.
+  const F16 is_positive = zero_below(gate, 0.0f, one);
+  const F16 numerator = add(is_positive, mul(sub(one, is_positive), e));
+  return mul(mul(gate, up), div(numerator, add(one, e)));
+}
+
+// Numbers in the model's format.
+template <class Dot>
+struct Numbers;
+template <>
+struct Numbers<DotF32> {
+  static inline F16 load(const float* p) { return ISA::load(p); }
+  static inline F16 load_first(const float* p, int n) { return ISA::load_first(p, n); }
+  static inline void store(float* p, F16 a) { ISA::store(p, a); }
+  static inline void store_first(float* p, F16 a, int n) { ISA::store_first(p, a, n); }
+};
+template <>
+struct Numbers<DotBF16> {
+  static inline F16 load(const uint16_t* p) { return load_bf16(p); }
+  static inline F16 load_first(const uint16_t* p, int n) { return load_bf16_first(p, n); }
+  static inline void store(uint16_t* p, F16 a) { store_bf16(p, a); }
+  static inline void store_first(uint16_t* p, F16 a, int n) { store_bf16_first(p, a, n); }
+};
+
+template <class Body>  // body(index, lanes)
+static inline void for_lanes(int64_t count, Body&& body) {
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) body(i, 16);
+  if (i < count) body(i, static_cast<int>(count - i));
+}
+
+template <class Dot>
+static inline F16 load_lanes(const typename Dot::X* p, int lanes) {
+  return lanes == 16 ? Numbers<Dot>::load(p) : Numbers<Dot>::load_first(p, lanes);
+}
+template <class Dot>
+static inline void store_lanes(typename Dot::X* p, F16 a, int lanes) {
+  if (lanes == 16) {
+    Numbers<Dot>::store(p, a);
+  } else {
+    Numbers<Dot>::store_first(p, a, lanes);
+  }
+}
+static inline F16 load_floats(const float* p, int lanes) {
+  return lanes == 16 ? load(p) : load_first(p, lanes);
+}
+static inline void store_floats(float* p, F16 a, int lanes) {
+  if (lanes == 16) {
+    store(p, a);
+  } else {
+    store_first(p, a, lanes);
+  }
+}

@@ -1,0 +1,237 @@
+// Vectors of 16 lanes on AVX2, as two halves. See simd_avx512.h for the same interface.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace avx2 {
+
+struct F16 {
+  __m256 lo, hi;
+};
+
+static inline F16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+static inline F16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+static inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline void store(float* p, F16 a) {
+  _mm256_storeu_ps(p, a.lo);
+  _mm256_storeu_ps(p + 8, a.hi);
+}
+static inline F16 load_first(const float* p, int n) {
+  float values[16] = {};
+  __builtin_memcpy(values, p, sizeof(float) * static_cast<size_t>(n));
+  return load(values);
+}
+static inline void store_first(float* p, F16 a, int n) {
+  float values[16];
+  store(values, a);
+  __builtin_memcpy(p, values, sizeof(float) * static_cast<size_t>(n));
+}
+static inline F16 add(F16 a, F16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+static inline F16 sub(F16 a, F16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+static inline F16 mul(F16 a, F16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+static inline F16 div(F16 a, F16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+static inline F16 fma(F16 a, F16 b, F16 c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+static inline F16 max(F16 a, F16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+static inline F16 min(F16 a, F16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+static inline F16 abs(F16 a) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+static inline F16 round_to_even(F16 a) {
+  return {_mm256_round_ps(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+          _mm256_round_ps(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+static inline float reduce_add(F16 a) {
+  const __m256 eight = _mm256_add_ps(a.lo, a.hi);
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+static inline float reduce_max(F16 a) {
+  const __m256 eight = _mm256_max_ps(a.lo, a.hi);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+static inline __m256 scale_half(__m256 a, __m256 n) {
+  const __m256i exponent =
+      _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(a, _mm256_castsi256_ps(exponent));
+}
+// a * 2^n, n integral, in [-126, 127]
+static inline F16 scale_by_power(F16 a, F16 n) {
+  return {scale_half(a.lo, n.lo), scale_half(a.hi, n.hi)};
+}
+// 0 where x < bound, else `a`
+static inline F16 zero_below(F16 x, float bound, F16 a) {
+  const __m256 limit = _mm256_set1_ps(bound);
+  return {_mm256_and_ps(_mm256_cmp_ps(x.lo, limit, _CMP_NLT_UQ), a.lo),
+          _mm256_and_ps(_mm256_cmp_ps(x.hi, limit, _CMP_NLT_UQ), a.hi)};
+}
+static inline F16 keep_lanes(F16 a, int begin, int end) {
+  float values[16];
+  store(values, a);
+  for (int i = 0; i < 16; ++i)
+    if (i < begin || i >= end) values[i] = -__builtin_inff();
+  return load(values);
+}
+
+static inline __m256 widen_half(__m128i half) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+static inline F16 load_bf16(const uint16_t* p) {
+  return {widen_half(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          widen_half(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+static inline F16 load_bf16_first(const uint16_t* p, int n) {
+  uint16_t values[16] = {};
+  __builtin_memcpy(values, p, sizeof(uint16_t) * static_cast<size_t>(n));
+  return load_bf16(values);
+}
+// Round to nearest even; what is not a number stays so.
+static inline __m128i narrow_half(__m256 a) {
+  const __m256i bits = _mm256_castps_si256(a);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded =
+      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256 is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+  const __m256i chosen = _mm256_blendv_epi8(
+      rounded, _mm256_or_si256(bits, _mm256_set1_epi32(0x400000)), _mm256_castps_si256(is_nan));
+  const __m256i words = _mm256_srli_epi32(chosen, 16);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
+  return _mm256_castsi256_si128(packed);
+}
+static inline void store_bf16(uint16_t* p, F16 a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_half(a.lo));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), narrow_half(a.hi));
+}
+static inline void store_bf16_first(uint16_t* p, F16 a, int n) {
+  uint16_t values[16];
+  store_bf16(values, a);
+  __builtin_memcpy(p, values, sizeof(uint16_t) * static_cast<size_t>(n));
+}
+static inline void store_u8(uint8_t* p, F16 a) {
+  int32_t values[16];
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(values), _mm256_cvtps_epi32(a.lo));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(values + 8), _mm256_cvtps_epi32(a.hi));
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<uint8_t>(values[i]);
+}
+static inline F16 load_i32_as_float(const int32_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))),
+          _mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8)))};
+}
+
+struct DotF32 {
+  using X = float;
+  using W = float;
+  using Out = float;
+  static constexpr int kStep = 1;
+  using Acc = F16;
+  static inline Acc zero() { return avx2::zero(); }
+  static inline F16 load_weights(const W* w) { return load(w); }
+  static inline __m256 broadcast(const X* x) { return _mm256_broadcast_ss(x); }
+  static inline Acc accumulate(Acc acc, __m256 x, F16 w) {
+    return {_mm256_fmadd_ps(x, w.lo, acc.lo), _mm256_fmadd_ps(x, w.hi, acc.hi)};
+  }
+  static inline void store(Out* out, Acc acc) { avx2::store(out, acc); }
+};
+
+// Products of bfloat16 are exact in float32: each pair is widened and added in two steps.
+struct DotBF16 {
+  using X = uint16_t;
+  using W = uint16_t;
+  using Out = float;
+  static constexpr int kStep = 2;
+  using Acc = F16;
+  struct Pair {
+    __m256 even, odd;
+  };
+  struct Weights {
+    Pair lo, hi;
+  };
+  static inline Pair widen(__m256i words) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(-65536)))};
+  }
+  static inline Acc zero() { return avx2::zero(); }
+  static inline Weights load_weights(const W* w) {
+    return {widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w))),
+            widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 16)))};
+  }
+  static inline Pair broadcast(const X* x) {
+    int32_t pair;
+    __builtin_memcpy(&pair, x, sizeof pair);
+    return widen(_mm256_set1_epi32(pair));
+  }
+  static inline Acc accumulate(Acc acc, Pair x, Weights w) {
+    acc.lo = _mm256_fmadd_ps(x.even, w.lo.even, acc.lo);
+    acc.hi = _mm256_fmadd_ps(x.even, w.hi.even, acc.hi);
+    return {_mm256_fmadd_ps(x.odd, w.lo.odd, acc.lo), _mm256_fmadd_ps(x.odd, w.hi.odd, acc.hi)};
+  }
+  static inline void store(Out* out, Acc acc) { avx2::store(out, acc); }
+};
+
+// Without VNNI: sums of 16-bit products, which cannot overflow 32 bits.
+struct DotInt8 {
+  using X = uint8_t;
+  using W = int8_t;
+  using Out = int32_t;
+  static constexpr int kStep = 4;
+  struct Acc {
+    __m256i lo, hi;
+  };
+  struct Weights {
+    __m256i quarter[4];  // 4 columns each: 16-bit [4][kStep]
+  };
+  static inline Acc zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  static inline Weights load_weights(const W* w) {
+    Weights found;
+    for (int i = 0; i < 4; ++i)
+      found.quarter[i] = _mm256_cvtepi8_epi16(
+          _mm_loadu_si128(reinterpret_cast<const __m128i*>(w + 16 * i)));
+    return found;
+  }
+  static inline __m256i broadcast(const X* x) {
+    int32_t four;
+    __builtin_memcpy(&four, x, sizeof four);
+    return _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
+  }
+  // hadd of two quarters gives columns 0 1 | 4 5 of the first, then of the second, by 128-bit lane.
+  static inline __m256i dot_half(__m256i x, __m256i first, __m256i second) {
+    const __m256i sums =
+        _mm256_hadd_epi32(_mm256_madd_epi16(x, first), _mm256_madd_epi16(x, second));
+    return _mm256_permute4x64_epi64(sums, 0xd8);
+  }
+  static inline Acc accumulate(Acc acc, __m256i x, const Weights& w) {
+    return {_mm256_add_epi32(acc.lo, dot_half(x, w.quarter[0], w.quarter[1])),
+            _mm256_add_epi32(acc.hi, dot_half(x, w.quarter[2], w.quarter[3]))};
+  }
+  static inline void store(Out* out, Acc acc) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), acc.lo);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 8), acc.hi);
+  }
+};
+
+static inline void transpose_words(const uint32_t* const rows[16], uint32_t* out) {
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 16; ++j) out[16 * j + i] = rows[i][j];
+}
+
+static inline void interleave_half_words(const uint16_t* a, const uint16_t* b, uint16_t* out) {
+  for (int i = 0; i < 16; ++i) {
+    out[2 * i] = a[i];
+    out[2 * i + 1] = b[i];
+  }
+}
+
+constexpr int kMaxSinglePassRows = 4;
+constexpr int kBlockedRows = 4;
+constexpr int kBlockedPanels = 1;
+static inline constexpr int panels_at_once(int rows) { return rows <= 1 ? 2 : 1; }
+
+}  // namespace avx2

@@ -1,0 +1,170 @@
+// Vectors of 16 lanes on AVX-512 with BF16 and VNNI. See simd_avx2.h for the same interface.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace avx512 {
+
+struct F16 {
+  __m512 v;
+};
+
+static inline F16 zero() { return {_mm512_setzero_ps()}; }
+static inline F16 set1(float x) { return {_mm512_set1_ps(x)}; }
+static inline F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+static inline void store(float* p, F16 a) { _mm512_storeu_ps(p, a.v); }
+static inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+static inline F16 load_first(const float* p, int n) {
+  return {_mm512_maskz_loadu_ps(first_lanes(n), p)};
+}
+static inline void store_first(float* p, F16 a, int n) {
+  _mm512_mask_storeu_ps(p, first_lanes(n), a.v);
+}
+static inline F16 add(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+static inline F16 sub(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+static inline F16 mul(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+static inline F16 div(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+static inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+static inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+static inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+static inline F16 abs(F16 a) { return {_mm512_abs_ps(a.v)}; }
+static inline F16 round_to_even(F16 a) {
+  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+static inline float reduce_add(F16 a) { return _mm512_reduce_add_ps(a.v); }
+static inline float reduce_max(F16 a) { return _mm512_reduce_max_ps(a.v); }
+// a * 2^n, n integral, in range
+static inline F16 scale_by_power(F16 a, F16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+// 0 where x < bound, else `a`
+static inline F16 zero_below(F16 x, float bound, F16 a) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(bound), _CMP_NLT_UQ), a.v)};
+}
+// Lanes from `begin` to `end` keep their value, the others become minus infinity.
+static inline F16 keep_lanes(F16 a, int begin, int end) {
+  const __mmask16 kept = first_lanes(end) & static_cast<__mmask16>(~first_lanes(begin));
+  return {_mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), kept, a.v)};
+}
+
+static inline F16 load_bf16(const uint16_t* p) {
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+}
+static inline F16 load_bf16_first(const uint16_t* p, int n) {
+  const __m256i half = _mm256_maskz_loadu_epi16(first_lanes(n), p);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+}
+static inline void store_bf16(uint16_t* p, F16 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(a.v));
+}
+static inline void store_bf16_first(uint16_t* p, F16 a, int n) {
+  _mm256_mask_storeu_epi16(p, first_lanes(n), (__m256i)_mm512_cvtneps_pbh(a.v));
+}
+// 16 values in [0, 255], integral
+static inline void store_u8(uint8_t* p, F16 a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+static inline F16 load_i32_as_float(const int32_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))};
+}
+
+// A dot product type: what one step along K multiplies. `kStep` input channels of one row meet a
+// vector of weights [16][kStep].
+
+struct DotF32 {
+  using X = float;
+  using W = float;
+  using Out = float;
+  static constexpr int kStep = 1;
+  using Acc = __m512;
+  static inline Acc zero() { return _mm512_setzero_ps(); }
+  static inline __m512 load_weights(const W* w) { return _mm512_loadu_ps(w); }
+  static inline __m512 broadcast(const X* x) { return _mm512_set1_ps(*x); }
+  static inline Acc accumulate(Acc acc, __m512 x, __m512 w) { return _mm512_fmadd_ps(x, w, acc); }
+  static inline void store(Out* out, Acc acc) { _mm512_storeu_ps(out, acc); }
+};
+
+struct DotBF16 {
+  using X = uint16_t;
+  using W = uint16_t;
+  using Out = float;
+  static constexpr int kStep = 2;
+  using Acc = __m512;
+  static inline Acc zero() { return _mm512_setzero_ps(); }
+  static inline __m512i load_weights(const W* w) { return _mm512_loadu_si512(w); }
+  static inline __m512i broadcast(const X* x) {
+    int32_t pair;
+    __builtin_memcpy(&pair, x, sizeof pair);
+    return _mm512_set1_epi32(pair);
+  }
+  static inline Acc accumulate(Acc acc, __m512i x, __m512i w) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)x, (__m512bh)w);
+  }
+  static inline void store(Out* out, Acc acc) { _mm512_storeu_ps(out, acc); }
+};
+
+// Unsigned 8-bit activations and signed 8-bit weights.
+struct DotInt8 {
+  using X = uint8_t;
+  using W = int8_t;
+  using Out = int32_t;
+  static constexpr int kStep = 4;
+  using Acc = __m512i;
+  static inline Acc zero() { return _mm512_setzero_si512(); }
+  static inline __m512i load_weights(const W* w) { return _mm512_loadu_si512(w); }
+  static inline __m512i broadcast(const X* x) {
+    int32_t four;
+    __builtin_memcpy(&four, x, sizeof four);
+    return _mm512_set1_epi32(four);
+  }
+  static inline Acc accumulate(Acc acc, __m512i x, __m512i w) {
+    return _mm512_dpbusd_epi32(acc, x, w);
+  }
+  static inline void store(Out* out, Acc acc) { _mm512_storeu_si512(out, acc); }
+};
+
+// Transpose a 16 x 16 matrix of 32-bit words; row i is at rows[i].
+static inline void transpose_words(const uint32_t* const rows[16], uint32_t* out) {
+  __m512i r[16], t[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(rows[i]);
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i + 0] = _mm512_unpacklo_epi64(t[4 * i + 0], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i + 0], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i + 0] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm512_storeu_si512(out + 16 * (i + 0), _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+    _mm512_storeu_si512(out + 16 * (i + 8), _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+    _mm512_storeu_si512(out + 16 * (i + 4), _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
+    _mm512_storeu_si512(out + 16 * (i + 12), _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+  }
+}
+
+// Interleave 16 half-words of two rows: out[2 * i] = a[i], out[2 * i + 1] = b[i].
+static inline void interleave_half_words(const uint16_t* a, const uint16_t* b, uint16_t* out) {
+  const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)));
+  const __m512i high =
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
+  _mm512_storeu_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+
+// Tiles of a product: the rows of one pass over the weights, by panels (of 16 columns) at once.
+constexpr int kMaxSinglePassRows = 24;
+constexpr int kBlockedRows = 12;
+constexpr int kBlockedPanels = 2;
+static inline constexpr int panels_at_once(int rows) { return rows <= 6 ? 4 : rows <= 12 ? 2 : 1; }
+
+}  // namespace avx512

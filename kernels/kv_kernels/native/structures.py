@@ -1,0 +1,113 @@
+"""The structures of src/kv_model.h for ctypes."""
+
+import ctypes
+from enum import IntEnum
+
+Pointer = ctypes.c_void_p
+Int = ctypes.c_int64
+Flag = ctypes.c_int32
+
+
+class Format(IntEnum):
+    """How the numbers of a matrix or of the KV cache are stored."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+
+
+class Status(IntEnum):
+    """What a call returns."""
+
+    OK = 0
+    OUT_OF_MEMORY = 1
+    BAD_ARGUMENT = 2
+
+
+class Linear(ctypes.Structure):
+    """KvnLinear."""
+
+    _fields_ = (
+        ("weights", Pointer),
+        ("bias", Pointer),
+        ("scales", Pointer),
+        ("channel_sums", Pointer),
+        ("inputs", Int),
+        ("outputs", Int),
+        ("format", Flag),
+        ("is_gated", Flag),
+    )
+
+
+class Layer(ctypes.Structure):
+    """KvnLayer."""
+
+    _fields_ = (
+        ("attention_norm", Pointer),
+        ("qk_norm", Pointer),
+        ("mlp_norm", Pointer),
+        ("qkv", Linear),
+        ("output", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("window", Int),
+    )
+
+
+class Model(ctypes.Structure):
+    """KvnModel."""
+
+    _fields_ = (
+        ("format", Flag),
+        ("num_layers", Flag),
+        ("hidden", Int),
+        ("intermediate", Int),
+        ("heads", Int),
+        ("kv_heads", Int),
+        ("head_dim", Int),
+        ("vocab", Int),
+        ("norm_eps", ctypes.c_float),
+        ("frequencies", Pointer),
+        ("embedding", Pointer),
+        ("final_norm", Pointer),
+        ("layers", ctypes.POINTER(Layer)),
+        ("head", Linear),
+    )
+
+
+class Cache(ctypes.Structure):
+    """KvnCache."""
+
+    _fields_ = (("arena", Pointer), ("num_blocks", Int), ("block_size", Int))
+
+
+class Step(ctypes.Structure):
+    """KvnStep."""
+
+    _fields_ = (
+        ("token_ids", Pointer),
+        ("num_rows", Int),
+        ("slices", Pointer),
+        ("num_slices", Int),
+        ("block_tables", Pointer),
+        ("num_table_entries", Int),
+        ("sampled_rows", Pointer),
+        ("num_sampled", Int),
+    )
+
+
+class Pack(ctypes.Structure):
+    """KvnPack."""
+
+    _fields_ = (
+        ("weight", Pointer),
+        ("outputs", Int),
+        ("inputs", Int),
+        ("source_format", Flag),
+        ("format", Flag),
+        ("first_panel", Int),
+        ("panel_step", Int),
+        ("packed", Pointer),
+        ("scales", Pointer),
+        ("channel_sums", Pointer),
+    )

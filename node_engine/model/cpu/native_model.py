@@ -1,0 +1,71 @@
+"""Builds the native model of an architecture from its packed regions."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kv_kernels.native.library import NativeLibrary
+from kv_kernels.native.model import NativeModel
+from kv_kernels.native.structures import Layer, Linear, Model
+from node_engine.model.config.model_config import ModelConfig
+from node_engine.model.config.rope import compute_inverse_frequencies
+from node_engine.model.cpu.native_weights import (
+    EMBEDDING,
+    FINAL_NORM,
+    FORMATS,
+    HEAD,
+    WeightPlan,
+    layer_region,
+)
+
+
+def build_native_model(
+    config: ModelConfig,
+    dtype: str,
+    plan: WeightPlan,
+    regions: Mapping[str, memoryview],  # by name, filled; kept alive by the model
+    library: NativeLibrary,
+    threads: int,
+) -> NativeModel:
+    """Raises MemoryError if there is no memory or no thread left."""
+    addresses = {name: _find_address(view) for name, view in regions.items()}
+    frequencies = compute_inverse_frequencies(config.rope, config.head_dim).numpy()
+
+    def matrix(name: str) -> Linear:
+        return plan.matrices[name].describe(addresses[name])
+
+    layers = [
+        Layer(
+            attention_norm=addresses[layer_region(index, "attention_norm")],
+            qk_norm=addresses.get(layer_region(index, "qk_norm")),
+            mlp_norm=addresses[layer_region(index, "mlp_norm")],
+            qkv=matrix(layer_region(index, "qkv")),
+            output=matrix(layer_region(index, "output")),
+            gate_up=matrix(layer_region(index, "gate_up")),
+            down=matrix(layer_region(index, "down")),
+            window=window or 0,
+        )
+        for index, window in enumerate(config.windows)
+    ]
+    model = Model(
+        format=FORMATS[dtype],
+        num_layers=config.num_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab=config.vocab_size,
+        norm_eps=config.norm_eps,
+        frequencies=frequencies.ctypes.data,
+        embedding=addresses[EMBEDDING],
+        final_norm=addresses[FINAL_NORM],
+        head=matrix(HEAD),
+    )
+    return NativeModel(
+        library.functions, model, layers, threads, [frequencies, plan, *regions.values()]
+    )
+
+
+def _find_address(view: memoryview) -> int:
+    return np.frombuffer(view, np.uint8).ctypes.data
