@@ -8,12 +8,13 @@ from typing import Literal
 
 from baton.kv.blocks import KVLayout
 
-Quantization = Literal["none", "fp8"]  # of the products of a model's layers
+Quantization = Literal["none", "fp8", "int8"]  # of the products of a model's layers
 
 NATIVE_IMPLEMENTATION = "native"  # the model code of node_engine/model
 PACED_IMPLEMENTATION = "paced"
 UNQUANTIZED: Quantization = "none"
 FP8: Quantization = "fp8"  # e4m3, a scale for each output feature and for each row of activations
+INT8: Quantization = "int8"  # symmetric, scales as those of FP8; on CPUs
 FP8_MIN_CAPABILITY = (8, 9)  # compute capability of the first NVIDIA GPUs with FP8 products
 
 
