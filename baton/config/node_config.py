@@ -28,8 +28,10 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
         help_text("Of weights and cache; auto: the model's own, float16 as bfloat16"),
     ] = "auto"
     quantize: Annotated[
-        Literal["none", "fp8"],
-        help_text("Of the layers' products; fp8: e4m3, scaled when loaded, on a GPU that has FP8"),
+        Literal["none", "fp8", "int8"],
+        help_text(
+            "Of the layers' products, when loaded; int8: on CPUs; fp8: e4m3, on a GPU that has FP8"
+        ),
     ] = "none"
     deterministic: Annotated[
         bool,

@@ -14,7 +14,7 @@ NATIVE_IMPLEMENTATION = "native"  # the model code of node_engine/model
 PACED_IMPLEMENTATION = "paced"
 UNQUANTIZED: Quantization = "none"
 FP8: Quantization = "fp8"  # e4m3, a scale for each output feature and for each row of activations
-INT8: Quantization = "int8"
+INT8: Quantization = "int8"  # symmetric, scales as those of FP8; on CPUs
 FP8_MIN_CAPABILITY = (8, 9)  # compute capability of the first NVIDIA GPUs with FP8 products
 
 

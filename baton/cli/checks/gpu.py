@@ -5,7 +5,7 @@ from typing import Any
 
 from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_finding
 from baton.config.settings import Config
-from baton.models.model_identity import FP8, FP8_MIN_CAPABILITY
+from baton.models.model_identity import FP8, FP8_MIN_CAPABILITY, INT8, Quantization
 from baton.shared_memory.available_memory import format_size
 
 MIN_CAPABILITY = (8, 0)  # of products in bfloat16
@@ -26,7 +26,7 @@ def check_gpus(config: Config, found: Mapping[str, Any]) -> list[Finding]:
         check_driver(found, may_use_gpus=may_use_gpus),
         check_device(found, config.device, config.engine),
         *([check_capability(gpus), check_free_memory(gpus)] if gpus else []),
-        *([check_fp8(gpus)] if config.engine == "model" and config.quantize == FP8 else []),
+        *(check_quantization(config.quantize, gpus) if config.engine == "model" else []),
         check_triton(found),
     ]
 
@@ -117,6 +117,24 @@ def check_capability(gpus: Sequence[Mapping[str, Any]]) -> Finding:
         "compute capability",
         f"{shown}: {older[0]} has no products in bfloat16, which need 8.0",
         "choose newer GPUs with CUDA_VISIBLE_DEVICES, or set --device cpu",
+    )
+
+
+def check_quantization(quantize: Quantization, gpus: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Check that nodes on these GPUs, or on the CPU if there are none, can serve --quantize."""
+    if quantize == FP8:
+        return [check_fp8(gpus)]
+    return [check_int8(gpus)] if quantize == INT8 else []
+
+
+def check_int8(gpus: Sequence[Mapping[str, Any]]) -> Finding:
+    """Check that nodes compute on the CPU."""
+    if not gpus:
+        return ok_finding("int8", "on the CPU")
+    return bad_finding(
+        "int8",
+        f"--quantize int8 is for CPUs, and nodes compute on {gpus[0]['name']}",
+        "set --device cpu, --quantize fp8 on GPUs that have FP8, or --quantize none",
     )
 
 

@@ -1,6 +1,13 @@
 """The kernels in plain torch: the reference of every other implementation, and what a CPU runs."""
 
-from kv_kernels.reference import elementwise, fp8, host_memory, linear, paged_attention
+from kv_kernels.reference import (
+    elementwise,
+    fp8,
+    host_memory,
+    int8_linear,
+    linear,
+    paged_attention,
+)
 
 
 class TorchKernels:
@@ -13,6 +20,7 @@ class TorchKernels:
     silu_mul = staticmethod(elementwise.silu_mul)
     make_linear = staticmethod(linear.make_cpu_linear)
     make_fp8_linear: type[fp8.Fp8Linear] = fp8.Fp8Linear
+    make_int8_linear: type[int8_linear.Int8Linear] = int8_linear.Int8Linear
     write_kv = staticmethod(paged_attention.write_kv)
     clear_blocks = staticmethod(paged_attention.clear_blocks)
     copy_blocks = staticmethod(paged_attention.copy_blocks)

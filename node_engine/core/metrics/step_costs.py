@@ -21,7 +21,7 @@ from node_engine.core.step.engine import ModelSize
 from node_engine.core.step.step_batch import SequenceSlice, StepBatch
 
 # Of one parameter, by the precision of its product.
-PARAMETER_BYTES = DTYPE_BYTES | {"fp8": 1}
+PARAMETER_BYTES = DTYPE_BYTES | {"fp8": 1, "int8": 1}
 
 
 class StepWork(NamedTuple):
@@ -63,7 +63,7 @@ class StepCosts:
 
 
 def get_product_precision(identity: ModelIdentity) -> str:
-    """The precision of a layer's products: fp8 weights are multiplied with fp8 activations."""
+    """The precision of a layer's products: quantized weights multiply quantized activations."""
     return identity.dtype if identity.quantization == UNQUANTIZED else identity.quantization
 
 

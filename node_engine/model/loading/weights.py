@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.errors import ConfigError
-from baton.models.model_identity import FP8, UNQUANTIZED, Quantization
+from baton.models.model_identity import FP8, INT8, UNQUANTIZED, Quantization
 from kv_kernels.reference.elementwise import RMSNorm
 from kv_kernels.reference.linear import Linear
 from kv_kernels.reference.torch_kernels import TorchKernels
@@ -25,6 +25,7 @@ _MAX_NAMES_SHOWN = 5  # names in an error message
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 TensorSource = Callable[[str], torch.Tensor]  # name -> tensor as stored
+LinearFactory = Callable[[torch.Tensor, torch.Tensor | None], Linear]  # weight, bias -> layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ def _build_layer(
     layer: int,
 ) -> LayerWeights:
     prefix = f"model.layers.{layer}."
-    make_linear = kernels.make_fp8_linear if quantization == FP8 else kernels.make_linear
+    make_linear = _choose_linear(kernels, quantization)
 
     def fused(bias: bool, *names: str) -> Linear:
         weight = [source(f"{prefix}{name}.weight") for name in names]
@@ -203,6 +204,13 @@ def _build_layer(
         gate_up=fused(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
         down=fused(config.mlp_bias, "mlp.down_proj"),
     )
+
+
+def _choose_linear(kernels: TorchKernels, quantization: Quantization) -> LinearFactory:
+    """What makes the linear layers of a transformer layer."""
+    if quantization == FP8:
+        return kernels.make_fp8_linear
+    return kernels.make_int8_linear if quantization == INT8 else kernels.make_linear
 
 
 def _build_qk_norm(

@@ -268,7 +268,7 @@ def test_unavailable_commands(run: Run, capsys: Capture, command: str) -> None:
     [
         (("--port", "70000"), "port is '70000'"),
         (("--mode", "sideways"), "mode is 'sideways'"),
-        (("--quantize", "int8"), "quantize is 'int8'"),
+        (("--quantize", "int4"), "quantize is 'int4'"),
         (("--set", "nonsense"), "nonsense"),
         (("--set", "colour=red"), "colour"),
         (("--threads", "many"), "threads is 'many'"),

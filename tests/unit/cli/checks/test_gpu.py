@@ -109,6 +109,19 @@ def test_fp8() -> None:
     assert_finding(gpu.check_fp8([H200, old]), "bad", "NVIDIA A100 has no products in FP8", "8.9")
 
 
+def test_int8() -> None:
+    found = {**PROBE_RESULT, "driver": DRIVER, "gpus": [H200]}
+
+    def check(**settings: Any) -> list[Finding]:
+        findings = gpu.check_gpus(Config(quantize="int8", **settings), found)
+        return [finding for finding in findings if finding.name == "int8"]
+
+    assert check(engine="paced") == []
+    assert_finding(check(device="cpu")[0], "ok", "on the CPU")
+    words = "--quantize int8 is for CPUs", "NVIDIA H200", "--device cpu", "--quantize fp8"
+    assert_finding(check()[0], "bad", *words)
+
+
 def test_triton() -> None:
     broken = {"triton": {"error": "ImportError"}}
     assert_finding(

@@ -18,7 +18,7 @@ from node_engine.core.scheduling.step_limits import StepLimits
 from node_engine.host.engine_factory import build_engine
 from node_engine.model.common.base_engine import BaseEngine
 from node_engine.model.config.model_config import load_model_config
-from node_engine.model.loading import fp8_support
+from node_engine.model.loading import quantization_support
 from node_engine.model.loading.weights import load_weights
 from node_engine.model.model_loader import LoadFormat, load_model_engine
 from tests.models import build_model
@@ -54,7 +54,7 @@ def test_gpus_without_fp8_are_refused(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
     found = f"A100 has {capability[0]}.{capability[1]}: choose --quantize none"
     with pytest.raises(ConfigError, match=found):
-        fp8_support.require_fp8_products(torch.device("cuda"))
+        quantization_support.require_fp8_products(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)])
@@ -62,7 +62,7 @@ def test_gpus_with_fp8_are_accepted(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    fp8_support.require_fp8_products(torch.device("cuda"))
+    quantization_support.require_fp8_products(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_widths_that_fp8_products_do_not_serve_are_named(
     folder: Path, changes: dict[str, Any], named: str
 ) -> None:
     config = load_model_config(folder)
-    fp8_support.require_fp8_model(config, "bfloat16")
+    quantization_support.require_fp8_model(config, "bfloat16")
     with pytest.raises(ConfigError, match=named):
-        fp8_support.require_fp8_model(replace(config, **changes), "bfloat16")
+        quantization_support.require_fp8_model(replace(config, **changes), "bfloat16")
 
 
 def test_identity_and_block_hashes_are_those_of_the_quantization(folder: Path) -> None:

@@ -1,10 +1,11 @@
-"""Checks whether a model can be served with `--quantize fp8` on a device."""
+"""Checks whether a model can be served with a `--quantize` on a device."""
 
 import torch
 
 from baton.errors import ConfigError
-from baton.models.model_identity import FP8, FP8_MIN_CAPABILITY, Quantization
+from baton.models.model_identity import FP8, FP8_MIN_CAPABILITY, INT8, Quantization
 from kv_kernels.reference.fp8 import WIDTH_MULTIPLE
+from kv_kernels.reference.int8_linear import MAX_WIDTH
 from node_engine.model.config.model_config import ModelConfig
 
 
@@ -24,6 +25,35 @@ def check_quantization(
         require_fp8_model(config, dtype)
         if device.type != "cpu" or not emulates_fp8:
             require_fp8_products(device)
+    if quantize == INT8:
+        require_int8_model(config)
+        require_cpu(device)
+
+
+def require_int8_model(config: ModelConfig) -> None:
+    """Raises ConfigError for a shape that int8 products do not serve."""
+    widths = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "the width of queries": config.num_heads * config.head_dim,
+    }
+    for name, width in widths.items():
+        if width > MAX_WIDTH:
+            raise ConfigError(
+                f"--quantize int8: {name} of the model is {width}, and int8 products add up to"
+                f" {MAX_WIDTH} numbers: choose --quantize none",
+                param="quantize",
+            )
+
+
+def require_cpu(device: torch.device) -> None:
+    """Raises ConfigError for a GPU, which has no int8 products here."""
+    if device.type != "cpu":
+        raise ConfigError(
+            "--quantize int8 is for CPUs, and this node computes on a GPU: choose --quantize fp8 on"
+            " a GPU that has FP8, --device cpu, or --quantize none",
+            param="quantize",
+        )
 
 
 def require_fp8_model(config: ModelConfig, dtype: str) -> None:
