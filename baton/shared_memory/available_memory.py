@@ -6,6 +6,7 @@ error: the kernel kills processes, also unrelated ones, until the rest fits.
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,19 +42,33 @@ def measure_available_memory(
     `proc` and `groups` are the folders in which the kernel reports processes and control groups.
     """
     stat = os.statvfs(folder)
-    bounds = [(stat.f_bavail * stat.f_frsize, f"free in segment folder {folder}")]
+    in_folder = (stat.f_bavail * stat.f_frsize, f"free in segment folder {folder}")
     if not _is_memory_filesystem(folder, proc):
-        return AvailableMemory(*bounds[0], reserve_bytes=0)
-    available = _meminfo_available(proc)
-    if available is not None:
-        bounds.append((available, "of the machine's memory available"))
-    bounds += [
-        (free, f"left in control group {group}") for group, free in _cgroup_free_bytes(proc, groups)
-    ]
+        return AvailableMemory(*in_folder, reserve_bytes=0)
+    return _find_tightest_bound([in_folder, *_list_process_bounds(proc, groups)])
+
+
+def measure_private_memory(
+    proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
+) -> AvailableMemory:
+    """Measure the memory that this process may allocate for itself, outside of any folder."""
+    return _find_tightest_bound(_list_process_bounds(proc, groups) or [(sys.maxsize, "known")])
+
+
+def _find_tightest_bound(bounds: list[tuple[int, str]]) -> AvailableMemory:
     free, limited_by = min(bounds)
     return AvailableMemory(
         free, limited_by, reserve_bytes=min(MAX_RESERVE_BYTES, int(RESERVE_SHARE * free))
     )
+
+
+def _list_process_bounds(proc: Path, groups: Path) -> list[tuple[int, str]]:
+    """Return (free bytes, description) of the machine and of this process's control groups."""
+    available = _meminfo_available(proc)
+    bounds = [] if available is None else [(available, "of the machine's memory available")]
+    return bounds + [
+        (free, f"left in control group {group}") for group, free in _cgroup_free_bytes(proc, groups)
+    ]
 
 
 def insufficient_memory_error(

@@ -7,29 +7,16 @@ locked for ever, before the ticket's blocks are used for anything else. So only 
 byte can access the blocks: a late writer cannot lock it and gives up. A message, a time-out or a
 clock would not prove that. docs/design/0001-fence-per-ticket.md has the reasoning.
 
-OFD locks conflict between open file descriptions, not between processes, so fences also work
-between two transfer planes of one process. The kernel releases a lock when the last copy of the
-description closes, so child processes must not inherit descriptors. Python's are not inheritable.
+Such locks (byte_locks.py) also conflict between two transfer planes of one process.
 """
 
-import fcntl
 import os
-import struct
 from itertools import count
 from pathlib import Path
 
 from baton.errors import PeerUnreachable
+from baton.shared_memory.byte_locks import try_lock_byte, unlock_byte
 from baton.shared_memory.segment import FENCE_SUFFIX, open_peer_segment
-
-_FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
-
-
-def _try_lock_byte(fd: int, kind: int, byte: int) -> bool:
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, byte, 1, 0))
-    except BlockingIOError:
-        return False
-    return True
 
 
 class ArenaFences:
@@ -50,7 +37,7 @@ class ArenaFences:
         True proves that its writer does not write now and cannot write later. False means that a
         writer holds the byte now.
         """
-        return _try_lock_byte(self._fd, fcntl.F_WRLCK, byte)
+        return try_lock_byte(self._fd, byte)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -71,11 +58,11 @@ class WriterFences:
 
     def try_lock_byte(self, byte: int) -> bool:
         """Lock the byte before a write. False if the owner has closed it: do not write then."""
-        return _try_lock_byte(self._fd, fcntl.F_WRLCK, byte)
+        return try_lock_byte(self._fd, byte)
 
     def unlock_byte(self, byte: int) -> None:
         """Unlock the byte after a write."""
-        _try_lock_byte(self._fd, fcntl.F_UNLCK, byte)
+        unlock_byte(self._fd, byte)
 
     def close(self) -> None:
         """Unlock every byte that is still locked."""

@@ -4,13 +4,15 @@ Addresses are plain integers. Linux only.
 """
 
 import ctypes
+import errno
 import os
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 HUGE_PAGE = 2 << 20
 
-_PROT_NONE, _PROT_READ_WRITE = 0, 3
+_PROT_NONE, _PROT_READ, _PROT_READ_WRITE = 0, 1, 3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = (
     0x01,
     0x02,
@@ -18,7 +20,8 @@ _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = (
     0x20,
     0x4000,
 )
-_MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
+_MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 22, 23, 25
+_HUGE_PAGE_FIELDS = ("AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:")  # of smaps, in kB
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -65,6 +68,24 @@ def map_file(address: int, length: int, fd: int) -> None:
     _mmap(address, length, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, fd)
 
 
+def map_file_for_reading(address: int, length: int, fd: int) -> None:
+    """Map a file as `map_file` does, read-only, and fill the page table. A store is a fault."""
+    _mmap(address, length, _PROT_READ, _MAP_SHARED | _MAP_FIXED, fd)
+    _libc.madvise(address, length, _MADV_POPULATE_READ)  # before Linux 5.14: at the first use
+
+
+def map_private_memory(address: int, length: int) -> None:
+    """Allocate zeroed memory of this process inside a reservation, in huge pages if possible.
+
+    Raises OSError if the kernel has not enough.
+    """
+    flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_FIXED
+    _mmap(address, length, _PROT_READ_WRITE, flags, -1)
+    _libc.madvise(address, length, _MADV_HUGEPAGE)
+    if not prefault(address, length) and ctypes.get_errno() == errno.ENOMEM:
+        raise OSError(errno.ENOMEM, f"{length} bytes: {os.strerror(errno.ENOMEM)}")
+
+
 def unmap_into_reservation(address: int, length: int) -> None:
     """Unmap a part of a reservation and keep it reserved. Access to it is a fault again."""
     _mmap(
@@ -101,3 +122,25 @@ def view_memory(address: int, length: int, when_unused: Callable[[], None]) -> m
     memory = (ctypes.c_char * length).from_address(address)
     weakref.finalize(memory, when_unused).atexit = False
     return memoryview(memory).cast("B")
+
+
+def measure_huge_page_share(
+    address: int, length: int, smaps: Path = Path("/proc/self/smaps")
+) -> float:
+    """Return the share of mapped memory that this process accesses by huge pages, from 0 to 1.
+
+    `smaps` is a file in which the kernel describes the mappings. It is 0 if that cannot be read.
+    """
+    huge_bytes, is_inside = 0, False
+    try:
+        lines = smaps.read_text().splitlines()
+    except OSError:
+        return 0.0
+    for line in lines:
+        first, *values = line.split()
+        if not first.endswith(":"):  # the addresses of the next mapping
+            start, end = (int(part, 16) for part in first.split("-"))
+            is_inside = address <= start and end <= address + length
+        elif is_inside and first in _HUGE_PAGE_FIELDS:
+            huge_bytes += int(values[0]) << 10
+    return huge_bytes / length

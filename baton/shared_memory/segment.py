@@ -101,7 +101,7 @@ def create_segment(
     path, fd = _create_locked(folder, kind, knob)
     address, start, reserved_size = reserve_addresses(size, HUGE_PAGE)
     try:
-        _reserve_size(folder, fd, size, knob)
+        reserve_segment_size(folder, fd, size, knob)
         map_file(address, size, fd)
         huge = all(
             [_fill_piece(folder, fd, address, piece, knob, is_wanted) for piece in _pieces(size)]
@@ -126,7 +126,7 @@ def _pieces(size: int) -> Iterator[range]:
     return (range(at, min(at + _PIECE_BYTES, size)) for at in range(0, size, _PIECE_BYTES))
 
 
-def _reserve_size(folder: Path, fd: int, size: int, knob: str) -> None:
+def reserve_segment_size(folder: Path, fd: int, size: int, knob: str) -> None:
     """Set the size of a new segment if the memory that is free and not reserved suffices.
 
     Raises ConfigError.

@@ -22,7 +22,7 @@ class Checkpoint:
         self._stack = ExitStack()
         self._file_of_tensor: dict[str, safe_open] = {}
         with ExitStack() as opening:
-            for path in _shards(folder):
+            for path in list_shards(folder):
                 try:
                     shard = opening.enter_context(safe_open(path, framework="pt"))
                 except (OSError, SafetensorError) as error:
@@ -61,7 +61,8 @@ class Checkpoint:
         return tensor
 
 
-def _shards(folder: Path) -> list[Path]:
+def list_shards(folder: Path) -> list[Path]:
+    """The safetensors files of a model. Raises ConfigError if one is missing."""
     index = folder / INDEX
     if index.exists():
         try:

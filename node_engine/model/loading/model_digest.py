@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import xxhash
@@ -40,13 +41,17 @@ class ModelDigest:
         contents = xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy().data)
         self._tensors[name] = f"{tensor.dtype} {tuple(tensor.shape)} {contents}"
 
-    def compute_digest(self) -> bytes:
-        """The digest, 32 bytes."""
-        named = {
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the digest covers beside the tensors, as JSON can express it."""
+        return {
             "implementation": NATIVE_IMPLEMENTATION,
             "quantization": self._quantization,
             "origin": self._origin,
             "architecture": self._architecture,
-            "tensors": self._tensors,
         }
+
+    def compute_digest(self) -> bytes:
+        """The digest, 32 bytes."""
+        named = self.identity | {"tensors": self._tensors}
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).digest()

@@ -1,0 +1,225 @@
+"""Packed weights, packed once: in memory that all nodes of a host share, and in a cache file.
+
+`PackedWeightStore.open_or_build` finds a model's packed weights in the first of three places: the
+segment that another node of this host keeps, the file in the user's cache folder, or else it packs
+them. Whatever prevents sharing or caching (a full folder, a damaged file, files of other users) is
+said in the log once, and the node computes with memory of its own.
+docs/design/0015-packed-weights.md has the reasoning.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from baton.process import log
+from baton.shared_memory.memory_map import measure_huge_page_share
+from node_engine.model.loading.packed_weights.cache_folder import (
+    ImageFileDamaged,
+    WeightCacheFolder,
+)
+from node_engine.model.loading.packed_weights.image_layout import (
+    ImageLayout,
+    PackedWeightsKey,
+    RegionSpec,
+    plan_image,
+)
+from node_engine.model.loading.packed_weights.image_memory import (
+    ImageMemory,
+    allocate_private_image,
+    compute_checksums,
+)
+from node_engine.model.loading.packed_weights.progress import show_progress
+from node_engine.model.loading.packed_weights.shared_image import (
+    SharedImage,
+    SharedImageUnavailable,
+)
+
+FillRegion = Callable[[str, memoryview], None]  # region name, zeroed memory of its exact size
+ImageSource = Literal["segment", "cache file", "checkpoint"]
+
+_PATIENCE_SECONDS = 300.0  # that a node waits for another one that packs
+_MAX_ATTEMPTS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRegion:
+    """The memory of one region. It stays mapped as long as `buffer` or anything over it lives."""
+
+    address: int
+    # Bytes. Formally writable, as torch.frombuffer expects; a store to shared memory is a fault.
+    buffer: memoryview
+
+    @property
+    def view(self) -> memoryview:
+        return self.buffer.toreadonly()
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """The packed weights of a model, by region."""
+
+    regions: Mapping[str, PackedRegion]
+    image_bytes: int
+    source: ImageSource  # where they were found
+    is_shared: bool  # whether other nodes of this host can use the same memory
+    huge_page_share: float  # of the image's memory, as this process maps it: 0 to 1
+    seconds: float  # that it took until they were ready
+    cache_writer: threading.Thread | None = None  # writes the cache file meanwhile
+
+
+class PackedWeightStore:
+    """Opens and builds images of packed weights."""
+
+    def __init__(
+        self,
+        segment_folder: Path,
+        cache: WeightCacheFolder | None,
+        patience_seconds: float = _PATIENCE_SECONDS,
+    ) -> None:
+        """`segment_folder` is a tmpfs folder. Without a `cache` nothing is written to disk."""
+        self._segment_folder = segment_folder
+        self._cache = cache
+        self._patience_seconds = patience_seconds
+
+    def open_or_build(
+        self, key: PackedWeightsKey, specs: Sequence[RegionSpec], fill: FillRegion
+    ) -> PackedWeights:
+        """Return the weights of `key`, by `fill` of each region in turn if they are nowhere.
+
+        Raises ConfigError if the memory is insufficient, ValueError for regions that cannot be
+        placed, and what `fill` raises; then nothing is left behind.
+        """
+        started = time.monotonic()
+        layout = plan_image(key, specs)
+        try:
+            opened = self._open_shared(layout, fill)
+        except SharedImageUnavailable as reason:
+            log.get_logger("engine").warning(
+                "packed weights are not shared with other nodes of this host", reason=str(reason)
+            )
+            opened = self._build_private(layout, fill)
+        weights = _make_weights(layout, opened, time.monotonic() - started)
+        log.get_logger("engine").info(
+            "packed weights ready",
+            source=weights.source,
+            shared=weights.is_shared,
+            bytes=weights.image_bytes,
+            huge_page_share=round(weights.huge_page_share, 3),
+            seconds=round(weights.seconds, 3),
+        )
+        return weights
+
+    def _open_shared(self, layout: ImageLayout, fill: FillRegion) -> "_OpenedImage":
+        for _ in range(_MAX_ATTEMPTS):
+            image = SharedImage(self._segment_folder, layout)
+            try:
+                image.lock_for_filling(self._patience_seconds)
+                if not image.is_linked():
+                    continue
+                if image.is_complete():
+                    memory = image.map_for_reading()
+                    image.unlock_for_others()
+                    return _OpenedImage(memory, "segment", is_shared=True)
+                if image.is_empty():
+                    return self._fill_shared(image, layout, fill)
+                image.remove()  # a process died while it filled this file
+            finally:
+                if not image.is_mapped:
+                    image.release()
+        raise SharedImageUnavailable("its segment is removed again and again")
+
+    def _fill_shared(
+        self, image: SharedImage, layout: ImageLayout, fill: FillRegion
+    ) -> "_OpenedImage":
+        try:
+            filled = self._fill(image.allocate(), layout, fill)
+            image.mark_complete(filled.header)
+        except BaseException:
+            image.remove()
+            raise
+        memory = image.map_for_reading()
+        image.unlock_for_others()
+        return _OpenedImage(
+            memory, filled.source, is_shared=True, cache_writer=self._save(filled, memory)
+        )
+
+    def _build_private(self, layout: ImageLayout, fill: FillRegion) -> "_OpenedImage":
+        memory = allocate_private_image(layout)
+        filled = self._fill(memory, layout, fill)
+        return _OpenedImage(
+            memory, filled.source, is_shared=False, cache_writer=self._save(filled, memory)
+        )
+
+    def _fill(self, memory: ImageMemory, layout: ImageLayout, fill: FillRegion) -> "_FilledImage":
+        checksums = self._load_from_cache(layout, memory)
+        if checksums is not None:
+            return _FilledImage(layout, layout.encode_header(checksums), "cache file")
+        with show_progress("packing weights", layout.image_bytes) as advance:
+            for region in layout.regions:
+                fill(region.name, memory.region_view(region))
+                advance(region.size_bytes)
+        header = layout.encode_header(compute_checksums(memory, layout.regions))
+        return _FilledImage(layout, header, "checkpoint")
+
+    def _load_from_cache(self, layout: ImageLayout, memory: ImageMemory) -> dict[str, str] | None:
+        if self._cache is None:
+            return None
+        try:
+            with show_progress("reading packed weights", layout.image_bytes) as advance:
+                return self._cache.load_image(layout, memory, advance)
+        except ImageFileDamaged as reason:
+            log.get_logger("engine").warning(
+                "the cache file of the packed weights cannot be used, so they are packed again",
+                file=str(self._cache.image_path(layout)),
+                reason=str(reason),
+            )
+            self._cache.remove_image(layout)
+            memory.clear()
+            return None
+
+    def _save(self, filled: "_FilledImage", memory: ImageMemory) -> threading.Thread | None:
+        """Write the cache file on a thread, if the weights did not come from there."""
+        if self._cache is None or filled.source != "checkpoint":
+            return None
+        # Not a daemon: a process that ends early finishes the file first.
+        writer = threading.Thread(
+            target=self._cache.save_image,
+            args=(filled.layout, filled.header, memory),
+            name="weight-cache-writer",
+        )
+        writer.start()
+        return writer
+
+
+@dataclass(frozen=True, slots=True)
+class _FilledImage:
+    layout: ImageLayout
+    header: bytes
+    source: ImageSource
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedImage:
+    memory: ImageMemory
+    source: ImageSource
+    is_shared: bool
+    cache_writer: threading.Thread | None = None
+
+
+def _make_weights(layout: ImageLayout, opened: _OpenedImage, seconds: float) -> PackedWeights:
+    memory = opened.memory
+    return PackedWeights(
+        {
+            region.name: PackedRegion(memory.address + region.offset, memory.region_view(region))
+            for region in layout.regions
+        },
+        layout.image_bytes,
+        opened.source,
+        opened.is_shared,
+        measure_huge_page_share(memory.address, layout.segment_bytes),
+        seconds,
+        opened.cache_writer,
+    )
