@@ -7,6 +7,7 @@ using kvn::ThreadTeam;
 constexpr int64_t kRowsPerTask = 8;            // of elementwise stages
 constexpr int64_t kRowBlockBytes = 384 << 10;  // of the rows of a product that stay in L2
 constexpr int64_t kPanelsPerTask = 4;
+constexpr float kMinPeak = 1e-12f;  // a row that is smaller is quantized as if it were this large
 
 template <class Body>  // body(task)
 static inline void share_tasks(ThreadTeam& team, int64_t count, Body&& body) {
@@ -53,7 +54,8 @@ static void normalize_rows(KvnContext& context, const float* weight, int64_t row
   });
 }
 
-// Quantize rows symmetrically by their largest magnitude, as unsigned numbers around 128.
+// Quantize rows symmetrically by their largest magnitude, as unsigned numbers around 128. A row that
+// is not finite gets a scale that is not, so that its row of the product is NaN.
 template <class Dot>
 static void quantize_rows(KvnContext& context, const typename Dot::X* x, int64_t stride,
                           int64_t width, int64_t rows) {
@@ -61,18 +63,20 @@ static void quantize_rows(KvnContext& context, const typename Dot::X* x, int64_t
   share_rows(*context.team, rows, [&](int64_t row) {
     const typename Dot::X* from = x + row * stride;
     uint8_t* to = context.work.quantized.as<uint8_t>() + row * padded;
-    F16 largest = zero();
+    F16 largest = set1(kMinPeak), poison = zero();  // NaN if any value is not finite
     for_lanes(width, [&](int64_t i, int lanes) {
-      largest = max(largest, abs(load_lanes<Dot>(from + i, lanes)));
+      const F16 value = load_lanes<Dot>(from + i, lanes);
+      largest = max(largest, abs(value));
+      poison = fma(value, zero(), poison);
     });
-    const float scale = reduce_max(largest) / 127.0f;
-    const F16 inverse = set1(scale > 0.0f ? 1.0f / scale : 0.0f);
+    const float peak = reduce_max(largest);
+    const F16 inverse = set1(127.0f / peak);
     for_lanes(width, [&](int64_t i, int lanes) {
       const F16 value = round_to_even(mul(load_lanes<Dot>(from + i, lanes), inverse));
       store_u8(to + i, add(max(set1(-127.0f), min(value, set1(127.0f))), set1(128.0f)));
     });
     for (int64_t i = width; i < padded; ++i) to[i] = 128;
-    context.work.row_scales.as<float>()[row] = scale;
+    context.work.row_scales.as<float>()[row] = peak / 127.0f + reduce_add(poison);
   });
 }
 
@@ -119,8 +123,8 @@ inline F16 finish_sums<DotInt8>(const KvnLinear& linear, const int32_t* sums, in
   alignas(64) int32_t centred[16];
   for (int i = 0; i < 16; ++i)
     centred[i] = sums[i] - 128 * linear.channel_sums[panel * 16 + i];
-  const F16 scale = mul(load(linear.scales + panel * 16), set1(row_scale));
-  const F16 found = mul(load_i32_as_float(centred), scale);
+  const F16 scaled = mul(load_i32_as_float(centred), set1(row_scale));
+  const F16 found = mul(scaled, load(linear.scales + panel * 16));
   return linear.bias == nullptr ? found : add(found, load(linear.bias + panel * 16));
 }
 

@@ -6,6 +6,8 @@
 
 namespace {
 
+constexpr float kMinPeak = 1e-12f;  // a channel that is smaller is quantized as if it were so large
+
 int64_t count_step_values(int32_t format) {
   return format == KVN_FLOAT32 ? 1 : format == KVN_BFLOAT16 ? 2 : 4;
 }
@@ -57,9 +59,9 @@ void pack_row(const KvnPack& pack, Source<T> source, int64_t panel, int64_t lane
     if (pack.in % 2) out[pairs * 32] = source.as_bf16(pack.in - 1);
     return;
   }
-  float largest = 0.0f;
+  float largest = kMinPeak;
   for (int64_t k = 0; k < pack.in; ++k) largest = fmaxf(largest, fabsf(source.as_float(k)));
-  const float scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+  const float scale = largest / 127.0f, inverse = 127.0f / largest;
   int8_t* out = static_cast<int8_t*>(pack.packed);
   int32_t sum = 0;
   for (int64_t k = 0; k < pack.in; ++k) {
