@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def check_model_folder(folder: str, *, weights: bool) -> str:
     try:
         load_model_config(Path(folder))
         if weights:
-            with Checkpoint(Path(folder)) as checkpoint:
+            with closing(Checkpoint(Path(folder))) as checkpoint:
                 return (
                     ""
                     if checkpoint.tensor_names

@@ -9,11 +9,13 @@ import torch
 
 from baton.errors import ConfigError
 from baton.kv.blocks import KVLayout
-from baton.models.model_identity import UNQUANTIZED, Quantization
+from baton.models.model_identity import FP8, UNQUANTIZED, Quantization
 from kv_kernels.dispatch import kernels_for
+from kv_kernels.native.library import NativeLibrary
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
 from node_engine.model.config.model_config import ModelConfig, load_model_config
+from node_engine.model.cpu.native_loader import WeightSharing, load_native_engine
 from node_engine.model.loading.quantization_support import check_quantization
 from node_engine.model.loading.weight_memory import report_too_large_model
 from node_engine.model.loading.weights import ModelWeights, build_dummy_weights, load_weights
@@ -21,6 +23,7 @@ from node_engine.model.model_engine import ModelEngine, Sampler
 from node_engine.model.sampling.sampler import sample_tokens
 from node_engine.model.transformer import Transformer
 
+CPU = torch.device("cpu")
 DEFAULT_MAX_NUM_SEQS = 256  # sequences of the largest decode step that is captured
 DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -43,11 +46,14 @@ def load_model_engine(
     deterministic: bool = False,
     quantize: Quantization = UNQUANTIZED,
     emulates_fp8: bool = False,
+    native_library: NativeLibrary | None = None,
+    sharing: WeightSharing = WeightSharing(),  # noqa: B008
 ) -> BaseEngine:
     """Build an engine from a Hugging Face folder.
 
-    `threads` is torch's intra-op thread count; None leaves it unchanged. On a GPU, decode steps of
-    up to `max_num_seqs` sequences are captured in graphs if `uses_graphs`; with `deterministic`,
+    `threads` is the number of threads of a forward pass; None for as many as torch has. On a CPU
+    `native_library` computes if it is given, on weights that are kept as `sharing` says; on a GPU,
+    decode steps of up to `max_num_seqs` sequences are captured in graphs if `uses_graphs`; with `deterministic`,
     `choose_kernels` has to choose batch-invariant ones. With `emulates_fp8`, a CPU computes in FP8
     too: the same numbers, slowly, for comparisons. Raises ConfigError for what is not served.
     """
@@ -60,10 +66,14 @@ def load_model_engine(
     kernels = (choose_kernels or partial(kernels_for, deterministic=deterministic))(where)
     layout = _build_layout(config, block_size, _resolve_dtype(dtype, config))
     check_quantization(quantize, config, layout.dtype, where, emulates_fp8=emulates_fp8)
+    longest = _resolve_length(max_model_len, config)
+    if native_library is not None and where.type == "cpu" and quantize != FP8:
+        return _load_native(
+            folder, config, layout, longest, quantize, native_library, load_format, sharing
+        )
     with torch.inference_mode(), report_too_large_model(config, layout.dtype, where):
         read_weights = _build_dummy if load_format == "dummy" else load_weights
         weights = read_weights(folder, config, TORCH_DTYPES[layout.dtype], where, kernels, quantize)
-        longest = _resolve_length(max_model_len, config)
         if where.type == "cuda":
             graph_rows = max_num_seqs if uses_graphs else 0
             return _build_gpu_engine(
@@ -71,6 +81,30 @@ def load_model_engine(
             )
         model = Transformer(config, weights, kernels)
     return ModelEngine(config, model, kernels, layout, where, longest, weights.digest, sampler)
+
+
+def _load_native(
+    folder: Path,
+    config: ModelConfig,
+    layout: KVLayout,
+    max_model_len: int,
+    quantize: Quantization,
+    library: NativeLibrary,
+    load_format: LoadFormat,
+    sharing: WeightSharing,
+) -> BaseEngine:
+    with torch.inference_mode(), report_too_large_model(config, layout.dtype, CPU):
+        return load_native_engine(
+            folder,
+            config,
+            layout,
+            max_model_len,
+            quantize,
+            library,
+            torch.get_num_threads(),
+            is_dummy=load_format == "dummy",
+            sharing=sharing,
+        )
 
 
 def _build_layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:

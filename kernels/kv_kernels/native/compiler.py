@@ -16,8 +16,8 @@ from kv_kernels.native.sources import HIDE_RUNTIME_FLAGS, LINK_FLAGS
 
 COMPILERS = ("c++", "g++", "clang++")  # the first one on the path is used
 VERSION_TIMEOUT = 60.0  # seconds
-# The compiler in the package ziglang. It builds for the machine's own CPU unless told otherwise, and
-# for the C library of this machine: 2.17 is that of CentOS 7, and older than every Python we run on.
+# The compiler in the package ziglang. It builds for the machine's own CPU and C library unless told
+# otherwise: 2.17 is the C library of CentOS 7, and older than every Python that Baton runs on.
 _ZIG = ("-m", "ziglang", "c++")
 _ZIG_TARGET = ("-target", "x86_64-linux-gnu.2.17", "-mcpu=x86_64")
 

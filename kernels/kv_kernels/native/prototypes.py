@@ -10,4 +10,14 @@ PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "kvn_build_id": (ctypes.c_char_p, ()),
     "kvn_cpu_features": (ctypes.c_uint32, ()),
     "kvn_limit_cpu_features": (None, (ctypes.c_uint32,)),
+    "kvn_create": (ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_int32)),
+    "kvn_destroy": (None, (ctypes.c_void_p,)),
+    "kvn_bind_cache": (None, (ctypes.c_void_p, ctypes.c_void_p)),
+    "kvn_begin_step": (ctypes.c_int32, (ctypes.c_void_p, ctypes.c_void_p)),
+    "kvn_run_halves": (ctypes.c_int32, (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)),
+    "kvn_compute_logits": (
+        ctypes.c_int32,
+        (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p),
+    ),
+    "kvn_pack": (ctypes.c_int32, (ctypes.c_void_p,)),
 }

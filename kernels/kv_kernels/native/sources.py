@@ -22,6 +22,9 @@ COMPILE_FLAGS = (
     "-fno-math-errno",
     "-pthread",
     "-Wall",
+    "-Wno-maybe-uninitialized",  # GCC 12 warns of its own header of AVX-512
+    "-Wno-uninitialized",
+    "-Wno-unknown-warning-option",  # Clang does not know the first of them
     "-Wextra",
 )
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")

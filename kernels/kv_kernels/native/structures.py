@@ -3,6 +3,8 @@
 import ctypes
 from enum import IntEnum
 
+PACKED_FORMAT_VERSION = 1  # counts up whenever packed weights lie otherwise in memory
+
 Pointer = ctypes.c_void_p
 Int = ctypes.c_int64
 Flag = ctypes.c_int32

@@ -31,12 +31,11 @@ class NativeEngine(HostMemoryEngine):
         digest: bytes,
         quantization: Quantization,
     ) -> None:
-        device = torch.device("cpu")
         super().__init__(
             config,
             TorchKernels(),
             layout,
-            device,
+            torch.device("cpu"),
             max_model_len,
             digest,
             quantization=quantization,

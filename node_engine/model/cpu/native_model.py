@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from kv_kernels.native.library import NativeLibrary
 from kv_kernels.native.model import NativeModel
 from kv_kernels.native.structures import Layer, Linear, Model
@@ -23,12 +21,12 @@ def build_native_model(
     config: ModelConfig,
     dtype: str,
     plan: WeightPlan,
-    regions: Mapping[str, memoryview],  # by name, filled; kept alive by the model
+    addresses: Mapping[str, int],  # of the filled regions, by name
+    memory: object,  # what has to stay alive for them
     library: NativeLibrary,
     threads: int,
 ) -> NativeModel:
     """Raises MemoryError if there is no memory or no thread left."""
-    addresses = {name: _find_address(view) for name, view in regions.items()}
     frequencies = compute_inverse_frequencies(config.rope, config.head_dim).numpy()
 
     def matrix(name: str) -> Linear:
@@ -62,10 +60,4 @@ def build_native_model(
         final_norm=addresses[FINAL_NORM],
         head=matrix(HEAD),
     )
-    return NativeModel(
-        library.functions, model, layers, threads, [frequencies, plan, *regions.values()]
-    )
-
-
-def _find_address(view: memoryview) -> int:
-    return np.frombuffer(view, np.uint8).ctypes.data
+    return NativeModel(library.functions, model, layers, threads, [frequencies, memory])

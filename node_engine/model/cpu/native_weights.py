@@ -11,9 +11,9 @@ from kv_kernels.native.library import NativeLibrary
 from kv_kernels.native.matrix import MatrixLayout
 from kv_kernels.native.structures import Format
 from node_engine.model.config.model_config import ModelConfig
+from node_engine.model.loading.model_tensors import EMBEDDING_TENSOR, TensorSource
 
 FORMATS = {"float32": Format.FLOAT32, "bfloat16": Format.BFLOAT16}
-TensorSource = Callable[[str], torch.Tensor]  # name -> tensor in the dtype of the engine
 EMBEDDING, FINAL_NORM, HEAD = "embedding", "final_norm", "head"
 
 
@@ -37,6 +37,7 @@ class WeightPlan:
     def __init__(
         self, config: ModelConfig, dtype: str, quantization: Quantization, library: NativeLibrary
     ) -> None:
+        self.dtype, self.quantization = dtype, quantization
         self._config = config
         self._functions = library.functions
         self._format = FORMATS[dtype]
@@ -80,13 +81,15 @@ class WeightPlan:
             if config.qk_norm:
                 yield self._qk_norm_region(layer, attention)
             yield self._matrix_region(layer, "output", [[f"{attention}o_proj"]])
-            yield _norm_region(layer, "mlp_norm", f"{prefix}post_attention_layernorm.weight", hidden)
+            yield _norm_region(
+                layer, "mlp_norm", f"{prefix}post_attention_layernorm.weight", hidden
+            )
             yield self._matrix_region(layer, "gate_up", [[f"{mlp}gate_proj"], [f"{mlp}up_proj"]])
             yield self._matrix_region(layer, "down", [[f"{mlp}down_proj"]])
         yield Region(
             FINAL_NORM, hidden * 4, lambda view, source: _store(view, [source("model.norm.weight")])
         )
-        name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+        name = EMBEDDING_TENSOR if config.tied_embeddings else "lm_head.weight"
         layout = self.matrices[HEAD]
         yield Region(
             HEAD,
@@ -135,5 +138,5 @@ def _store(view: memoryview, tensors: list[torch.Tensor]) -> None:
 
 
 def _copy_embedding(view: memoryview, source: TensorSource) -> None:
-    table = source("model.embed_tokens.weight").contiguous()
+    table = source(EMBEDDING_TENSOR).contiguous()
     np.frombuffer(view, np.uint8)[:] = table.view(torch.uint8).numpy().reshape(-1)

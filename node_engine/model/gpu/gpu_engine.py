@@ -209,9 +209,7 @@ class GpuEngine(BaseEngine):
         if launched.hidden is not None:
             for rows in launched.inputs.scored_rows:
                 scores = score_prompt_rows(
-                    logits_by_row(
-                        self._model.compute_logits, launched.hidden[rows.first_row :]
-                    ),
+                    logits_by_row(self._model.compute_logits, launched.hidden[rows.first_row :]),
                     rows.logprobs_spec,
                     self.vocab_size,
                 )

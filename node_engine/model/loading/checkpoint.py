@@ -3,7 +3,6 @@
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,15 +37,7 @@ class Checkpoint:
                     self._file_of_tensor[name] = shard
             self._stack = opening.pop_all()
 
-    def __enter__(self) -> "Checkpoint":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._stack.close()
 
     @property

@@ -11,7 +11,7 @@ from baton.kv.blocks import DTYPE_BYTES
 from baton.shared_memory.available_memory import format_size
 from node_engine.model.common.base_engine import translate_device_errors
 from node_engine.model.config.model_config import ModelConfig
-from node_engine.model.loading.weights import compute_expected_shapes
+from node_engine.model.loading.model_tensors import compute_expected_shapes
 
 
 def compute_weight_bytes(config: ModelConfig, dtype: str) -> int:

@@ -1,7 +1,8 @@
-"""Loads the weights of a model: checks, fuses and packs tensors, and computes their digest."""
+"""Loads the weights of a model: fuses and packs its tensors for the torch and Triton kernels."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,22 +10,18 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from baton.errors import ConfigError
 from baton.models.model_identity import FP8, INT8, UNQUANTIZED, Quantization
 from kv_kernels.reference.elementwise import RMSNorm
 from kv_kernels.reference.linear import Linear
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.config.model_config import ModelConfig
-from node_engine.model.loading.checkpoint import Checkpoint
-from node_engine.model.loading.model_digest import ModelDigest
+from node_engine.model.loading.model_tensors import (
+    EMBEDDING_TENSOR,
+    CheckpointTensors,
+    DummyTensors,
+    TensorSource,
+)
 
-DUMMY_SEED = 0
-_DUMMY_STD = 0.02
-_MAX_NAMES_SHOWN = 5  # names in an error message
-# Buffers in old checkpoints that are not used.
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-
-TensorSource = Callable[[str], torch.Tensor]  # name -> tensor as stored
 LinearFactory = Callable[[torch.Tensor, torch.Tensor | None], Linear]  # weight, bias -> layer
 
 
@@ -53,37 +50,6 @@ class ModelWeights:
     quantization: Quantization = UNQUANTIZED  # of the linear layers but the head
 
 
-def compute_expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of this architecture's checkpoints, in loading order."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        linears = (
-            ("self_attn.q_proj", query, hidden, config.qkv_bias),
-            ("self_attn.k_proj", kv, hidden, config.qkv_bias),
-            ("self_attn.v_proj", kv, hidden, config.qkv_bias),
-            ("self_attn.o_proj", hidden, query, config.output_bias),
-            ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-            ("mlp.up_proj", inner, hidden, config.mlp_bias),
-            ("mlp.down_proj", hidden, inner, config.mlp_bias),
-        )
-        for name, rows, columns, bias in linears:
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-        if config.qk_norm:
-            shapes[f"{prefix}self_attn.q_norm.weight"] = (config.head_dim,)
-            shapes[f"{prefix}self_attn.k_norm.weight"] = (config.head_dim,)
-        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
-
-
 def load_weights(
     folder: Path,
     config: ModelConfig,
@@ -93,22 +59,9 @@ def load_weights(
     quantization: Quantization = UNQUANTIZED,
 ) -> ModelWeights:
     """Read, check and pack the folder's safetensors. Raises ConfigError that names the tensor."""
-    with Checkpoint(folder) as checkpoint:
-        shapes = compute_expected_shapes(config)
-        _require_match(folder, checkpoint, shapes, config)
-        digest = ModelDigest(config, "safetensors", quantization)
-
-        def source(name: str) -> torch.Tensor:
-            tensor = checkpoint.load_tensor(name)
-            if not tensor.is_floating_point():
-                raise ConfigError(
-                    f"{folder}: {name} is stored as {tensor.dtype}: serve unquantized weights"
-                )
-            digest.add_tensor(name, tensor)
-            return tensor.to(device, dtype)
-
-        weights = _build_weights(config, source, kernels, quantization)
-    return ModelWeights(*weights, digest.compute_digest(), quantization)
+    with closing(CheckpointTensors(folder, config, dtype, device, quantization)) as tensors:
+        weights = _build_weights(config, tensors.load_tensor, kernels, quantization)
+        return ModelWeights(*weights, tensors.compute_digest(), quantization)
 
 
 def build_dummy_weights(
@@ -118,54 +71,16 @@ def build_dummy_weights(
     kernels: TorchKernels,
     quantization: Quantization = UNQUANTIZED,
 ) -> ModelWeights:
-    """Random weights, equal in every process, for measurements without a download."""
-    generator = torch.Generator().manual_seed(DUMMY_SEED)
-    shapes = compute_expected_shapes(config)
-
-    def source(name: str) -> torch.Tensor:
-        shape = shapes[name]
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=dtype, device=device)
-        return torch.empty(shape).normal_(0.0, _DUMMY_STD, generator=generator).to(device, dtype)
-
-    weights = _build_weights(config, source, kernels, quantization)
-    digest = ModelDigest(config, f"dummy {DUMMY_SEED}", quantization)
-    return ModelWeights(*weights, digest.compute_digest(), quantization)
-
-
-def _require_match(
-    folder: Path, checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], config: ModelConfig
-) -> None:
-    ignored = {name for name in checkpoint.tensor_names if name.endswith(_IGNORED_SUFFIXES)}
-    if config.tied_embeddings:
-        ignored.add("lm_head.weight")
-    _refuse_tensors(folder, "lacks tensors", sorted(shapes.keys() - checkpoint.tensor_names))
-    _refuse_tensors(
-        folder,
-        "has tensors that its config.json does not explain",
-        sorted(checkpoint.tensor_names - shapes.keys() - ignored),
-    )
-    wrong = [
-        f"{name} {checkpoint.get_shape(name)} instead of {shape}"
-        for name, shape in shapes.items()
-        if checkpoint.get_shape(name) != shape
-    ]
-    _refuse_tensors(folder, "has tensors of the wrong shape for its config.json", wrong)
-
-
-def _refuse_tensors(folder: Path, what: str, names: list[str]) -> None:
-    if names:
-        more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
-        raise ConfigError(
-            f"{folder} {what}: {', '.join(names[:_MAX_NAMES_SHOWN])}{more}:"
-            " download the model again"
-        )
+    """Weights of DummyTensors."""
+    with closing(DummyTensors(config, dtype, device, quantization)) as tensors:
+        weights = _build_weights(config, tensors.load_tensor, kernels, quantization)
+        return ModelWeights(*weights, tensors.compute_digest(), quantization)
 
 
 def _build_weights(
     config: ModelConfig, source: TensorSource, kernels: TorchKernels, quantization: Quantization
 ) -> tuple[torch.Tensor, tuple[LayerWeights, ...], RMSNorm, Linear]:
-    embedding = source("model.embed_tokens.weight")
+    embedding = source(EMBEDDING_TENSOR)
     layers = tuple(
         _build_layer(config, source, kernels, quantization, layer)
         for layer in _iter_layers_with_progress(config.num_layers)

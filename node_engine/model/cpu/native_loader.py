@@ -1,0 +1,113 @@
+"""Loads a model for the native kernels: packs its weights, or finds them packed."""
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from baton.kv.blocks import KVLayout
+from baton.models.model_identity import Quantization
+from kv_kernels.native.library import NativeLibrary, describe_features
+from kv_kernels.native.structures import PACKED_FORMAT_VERSION
+from node_engine.model.common.base_engine import TORCH_DTYPES
+from node_engine.model.config.model_config import ModelConfig
+from node_engine.model.cpu.native_engine import NativeEngine
+from node_engine.model.cpu.native_model import build_native_model
+from node_engine.model.cpu.native_weights import WeightPlan
+from node_engine.model.loading.checkpoint import list_shards
+from node_engine.model.loading.model_tensors import CheckpointTensors, DummyTensors
+from node_engine.model.loading.packed_weights.checkpoint_fingerprint import take_fingerprint
+from node_engine.model.loading.packed_weights.digest_cache import ModelDigestCache
+from node_engine.model.loading.packed_weights.image_layout import PackedWeightsKey, RegionSpec
+from node_engine.model.loading.packed_weights.store import PackedWeightStore
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSharing:
+    """Where packed weights and model digests are kept; None: nowhere."""
+
+    store: PackedWeightStore | None = None
+    digests: ModelDigestCache | None = None
+
+
+def load_native_engine(
+    folder: Path,
+    config: ModelConfig,
+    layout: KVLayout,
+    max_model_len: int,
+    quantization: Quantization,
+    library: NativeLibrary,
+    threads: int,
+    *,
+    is_dummy: bool = False,
+    sharing: WeightSharing = WeightSharing(),
+) -> NativeEngine:
+    """Build an engine over native kernels.
+
+    Raises ConfigError for what is not served, MemoryError if there is no memory or thread left.
+    """
+    dtype = layout.dtype
+    plan = WeightPlan(config, dtype, quantization, library)
+    tensors: CheckpointTensors | DummyTensors
+    if is_dummy:
+        tensors = DummyTensors(config, TORCH_DTYPES[dtype], _CPU, quantization)
+    else:
+        tensors = CheckpointTensors(folder, config, TORCH_DTYPES[dtype], _CPU, quantization)
+    with closing(tensors):
+        if isinstance(tensors, CheckpointTensors):
+            digest = _find_digest(folder, tensors, sharing.digests)
+        else:
+            digest = tensors.compute_digest()
+        addresses, memory = _find_weights(plan, tensors, digest, library, sharing.store)
+    model = build_native_model(config, dtype, plan, addresses, memory, library, threads)
+    return NativeEngine(config, model, layout, max_model_len, digest, quantization)
+
+
+def _find_digest(
+    folder: Path, tensors: CheckpointTensors, digests: ModelDigestCache | None
+) -> bytes:
+    """The model digest; tensors are read only if it is not remembered."""
+    if digests is None:
+        return tensors.compute_digest()
+    before = take_fingerprint(list_shards(folder))
+    if (known := digests.find_digest(before, tensors.identity)) is not None:
+        return known
+    digest = tensors.compute_digest()
+    digests.save_digest(before, take_fingerprint(list_shards(folder)), tensors.identity, digest)
+    return digest
+
+
+def _find_weights(
+    plan: WeightPlan,
+    tensors: CheckpointTensors | DummyTensors,
+    digest: bytes,
+    library: NativeLibrary,
+    store: PackedWeightStore | None,
+) -> tuple[Mapping[str, int], object]:
+    """Addresses of the regions, and what has to stay alive for them."""
+    fills = {region.name: region.fill for region in plan.regions}
+
+    def fill(name: str, view: memoryview) -> None:
+        fills[name](view, tensors.load_tensor)
+
+    if store is None:
+        arrays = {region.name: np.zeros(region.nbytes, np.uint8) for region in plan.regions}
+        for name, array in arrays.items():
+            fill(name, memoryview(array))
+        return {name: array.ctypes.data for name, array in arrays.items()}, arrays
+    key = PackedWeightsKey(
+        model_digest=digest.hex(),
+        format_name="native",
+        format_version=PACKED_FORMAT_VERSION,
+        cpu_features=describe_features(library.features),
+        dtype=plan.dtype,
+        quantization=plan.quantization,
+    )
+    specs = [RegionSpec(region.name, region.nbytes) for region in plan.regions]
+    packed = store.open_or_build(key, specs, fill)
+    return {name: region.address for name, region in packed.regions.items()}, packed
