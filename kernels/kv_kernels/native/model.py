@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kv_kernels.native.structures import Cache, Layer, Model, Status, Step
+from kv_kernels.native.structures import Cache, Layer, Linear, Model, Status, Step
 
 Ints = npt.NDArray[np.int64]
 SLICE_FIELDS = 5  # first_row, num_rows, position, table_begin, table_length, as KvnSlice has them
@@ -98,6 +98,21 @@ class NativeModel:
         if self._functions.kvn_compute_logits(self._context, first, count, logits.data_ptr()):
             raise ValueError(f"rows {first} to {first + count} are not sampled")
         return logits
+
+    def multiply(
+        self,
+        linear: Linear,
+        x: torch.Tensor,  # [rows, inputs], in the model's format
+    ) -> torch.Tensor:  # float32 [rows, outputs]
+        """One product as forward passes compute it, for tests and measurements."""
+        out = torch.empty(len(x), linear.outputs)
+        rows = x.contiguous()
+        status = self._functions.kvn_multiply(
+            self._context, ctypes.byref(linear), rows.data_ptr(), len(rows), out.data_ptr()
+        )
+        if status:
+            raise MemoryError(f"no memory for a product of {len(x)} rows")
+        return out
 
 
 def _destroy(functions: ctypes.CDLL, context: int, keep_alive: Sequence[Any]) -> None:

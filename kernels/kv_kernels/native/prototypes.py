@@ -19,5 +19,9 @@ PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         ctypes.c_int32,
         (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p),
     ),
+    "kvn_multiply": (
+        ctypes.c_int32,
+        (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
+    ),
     "kvn_pack": (ctypes.c_int32, (ctypes.c_void_p,)),
 }

@@ -45,7 +45,8 @@ def quantize_rows(x: torch.Tensor) -> Int8Rows:  # [..., width]
     """Quantize each row by its largest magnitude."""
     wide = x.float()
     peak = wide.abs().amax(-1, keepdim=True).clamp_min(MIN_PEAK)
-    values = (wide * (INT8_MAX / peak)).round_().nan_to_num_(0.0)
+    inverse = torch.full_like(peak, INT8_MAX) / peak  # 127 / peak would be 127 * (1 / peak)
+    values = (wide * inverse).round_().nan_to_num_(0.0)
     return Int8Rows(values.masked_fill_(~peak.isfinite(), 0.0).to(torch.int8), peak / INT8_MAX)
 
 

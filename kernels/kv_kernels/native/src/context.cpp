@@ -184,3 +184,15 @@ int32_t kvn_compute_logits(KvnContext* context, int64_t first, int64_t count, fl
   context->kernels->compute_logits(*context, first, count, logits);
   return KVN_OK;
 }
+
+int32_t kvn_multiply(KvnContext* context, const KvnLinear* linear, const void* x, int64_t rows,
+                     float* out) {
+  if (rows < 1 || linear->in < 1 || linear->out < 1) return KVN_BAD_ARGUMENT;
+  kvn::Workspace& work = context->work;
+  const int64_t stride = kvn::round_up(linear->in, 64);
+  if (!work.inner.reserve(rows * stride * 4) || !work.quantized.reserve(rows * stride) ||
+      !work.row_scales.reserve(rows * 4))
+    return KVN_OUT_OF_MEMORY;
+  context->kernels->multiply(*context, *linear, x, rows, out);
+  return KVN_OK;
+}

@@ -92,6 +92,8 @@ struct Kernels {
   void (*start_step)(KvnContext& context);
   void (*run_halves)(KvnContext& context, int first, int end);
   void (*compute_logits)(KvnContext& context, int64_t first, int64_t count, float* logits);
+  void (*multiply)(KvnContext& context, const KvnLinear& linear, const void* x, int64_t rows,
+                   float* out);
   int64_t (*count_scratch_bytes)(const KvnModel& model, int64_t rows);
 };
 

@@ -397,6 +397,45 @@ static void compute_logits(KvnContext& context, int64_t first, int64_t count, fl
   context.team->run(is_bf16 ? compute_logits_member<DotBF16> : compute_logits_member<DotF32>, &job);
 }
 
+struct ProductJob {
+  KvnContext* context;
+  const KvnLinear* linear;
+  const void* x;
+  int64_t rows;
+  float* out;
+};
+
+template <class Dot>
+static void multiply_member(void* argument, int) {
+  const ProductJob& job = *static_cast<ProductJob*>(argument);
+  KvnContext& context = *job.context;
+  using X = typename Dot::X;
+  const int64_t in = job.linear->in, out = job.linear->out, stride = kvn::round_up(in, 64);
+  X* padded = context.work.inner.as<X>();
+  share_rows(*context.team, job.rows, [&](int64_t row) {
+    for (int64_t i = 0; i < stride; ++i)
+      padded[row * stride + i] = i < in ? static_cast<const X*>(job.x)[row * in + i] : X(0);
+  });
+  share_linear<Dot>(context, *job.linear, padded, stride, job.rows,
+                    [&](int64_t row, int64_t panel, int panels, const F16* values) {
+                      if (!job.linear->is_gated) {
+                        store_panels(job.out + row * out, out, panel, panels, values);
+                        return;
+                      }
+                      for (int c = 0; c + 1 < panels; c += 2) {
+                        const F16 gated = silu_mul(values[c], values[c + 1]);
+                        store_panels(job.out + row * out, out, (panel + c) / 2, 1, &gated);
+                      }
+                    });
+}
+
+static void multiply_rows(KvnContext& context, const KvnLinear& linear, const void* x,
+                          int64_t rows, float* out) {
+  ProductJob job{&context, &linear, x, rows, out};
+  const bool is_bf16 = context.model.format == KVN_BFLOAT16;
+  context.team->run(is_bf16 ? multiply_member<DotBF16> : multiply_member<DotF32>, &job);
+}
+
 static int64_t count_scratch_bytes(const KvnModel& model, int64_t rows) {
   AttentionScratch<DotF32> wide;
   return wide.place(nullptr, rows, model.head_dim);

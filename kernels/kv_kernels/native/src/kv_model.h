@@ -102,6 +102,11 @@ KVN_EXPORT int32_t kvn_run_halves(KvnContext* context, int32_t first, int32_t en
 KVN_EXPORT int32_t kvn_compute_logits(KvnContext* context, int64_t first, int64_t count,
                                       float* logits);
 
+// The product of `rows` rows [rows][in] in the model's format with one matrix: [rows][out] floats,
+// for a gated matrix SiLU(gate) * up. As a forward pass computes it, without one.
+KVN_EXPORT int32_t kvn_multiply(KvnContext* context, const KvnLinear* linear, const void* x,
+                                int64_t rows, float* out);
+
 // Packing. `weight` is [out][in] in `source_format` (KVN_FLOAT32 or KVN_BFLOAT16), rows `stride`
 // elements apart. Its row i becomes channel i % 16 of panel first_panel + i / 16 * panel_step.
 struct KvnPack {

@@ -1,0 +1,166 @@
+"""Native products against torch, for odd shapes, in every format and instruction set."""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_kernels.native.library import CpuFeature, NativeLibrary, load_library
+from kv_kernels.native.matrix import MatrixLayout
+from kv_kernels.native.model import NativeModel
+from kv_kernels.native.structures import Format, Layer, Linear, Model
+from kv_kernels.reference.int8_linear import Int8Linear
+
+_LIBRARY = load_library()
+pytestmark = pytest.mark.skipif(
+    not isinstance(_LIBRARY, NativeLibrary), reason=f"no native kernels: {_LIBRARY.describe()}"
+)
+_DTYPES = {Format.FLOAT32: torch.float32, Format.BFLOAT16: torch.bfloat16}
+ALL_FEATURES = CpuFeature(15)
+FEATURES = [
+    pytest.param(ALL_FEATURES, id="all"),
+    pytest.param(CpuFeature.AVX2, id="avx2"),
+]
+
+
+def get_functions() -> ctypes.CDLL:
+    assert isinstance(_LIBRARY, NativeLibrary)
+    return _LIBRARY.functions
+
+
+@contextmanager
+def limited_features(features: CpuFeature) -> Iterator[None]:
+    """Models made meanwhile use no other instructions."""
+    get_functions().kvn_limit_cpu_features(features)
+    try:
+        yield
+    finally:
+        get_functions().kvn_limit_cpu_features(ALL_FEATURES)
+
+
+def make_model(activations: Format, threads: int = 2) -> NativeModel:
+    """A model without layers, for single products."""
+    model = Model(format=activations, hidden=16, heads=1, kv_heads=1, head_dim=16, vocab=16)
+    return NativeModel(get_functions(), model, list[Layer](), threads, [])
+
+
+class PackedMatrix:
+    """A packed matrix and what it was packed from."""
+
+    def __init__(self, layout: MatrixLayout, dtype: torch.dtype, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        count = 2 if layout.is_gated else 1
+        shape = layout.outputs, layout.inputs
+        self.weights = [torch.randn(shape, generator=generator).to(dtype) for _ in range(count)]
+        self.biases = [torch.randn(shape[0], generator=generator).to(dtype) for _ in range(count)]
+        self.region = np.zeros(layout.nbytes, np.uint8)
+        self._biases = self.biases if layout.has_bias else []
+        layout.pack(get_functions(), memoryview(self.region), self.weights, self._biases)
+        self.linear: Linear = layout.describe(self.region.ctypes.data)
+
+    def multiply_with_torch(self, x: torch.Tensor, stored: Format) -> torch.Tensor:
+        """The product by torch, in float64 unless it is int8."""
+        biases = self._biases or [None] * len(self.weights)
+        parts = []
+        for weight, bias in zip(self.weights, biases, strict=True):
+            if stored is Format.INT8:
+                wide = None if bias is None else bias.float()
+                parts.append(Int8Linear(weight.float(), wide)(x.float()).double())
+            else:
+                wide = None if bias is None else bias.double()
+                parts.append(torch.nn.functional.linear(x.double(), weight.double(), wide))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.nn.functional.silu(parts[0]) * parts[1]
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@settings(max_examples=60, deadline=None)
+@given(
+    inputs=st.integers(1, 150),
+    outputs=st.integers(1, 90),
+    rows=st.sampled_from([1, 2, 5, 6, 7, 12, 13, 16, 24, 25, 37, 61]),
+    activations=st.sampled_from([Format.FLOAT32, Format.BFLOAT16]),
+    is_int8=st.booleans(),
+    is_gated=st.booleans(),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_product_equals_that_of_torch(
+    features: CpuFeature,
+    inputs: int,
+    outputs: int,
+    rows: int,
+    activations: Format,
+    is_int8: bool,
+    is_gated: bool,
+    has_bias: bool,
+    seed: int,
+) -> None:
+    stored = Format.INT8 if is_int8 else activations
+    layout = MatrixLayout(inputs, outputs, stored, is_gated, has_bias)
+    matrix = PackedMatrix(layout, _DTYPES[activations], seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    x = torch.randn(rows, inputs, generator=generator).to(_DTYPES[activations])
+    with limited_features(features):
+        found = make_model(activations).multiply(matrix.linear, x)
+    expected = matrix.multiply_with_torch(x, stored)
+    # The products themselves are exact in float32: what differs is the rounding of their sum.
+    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5 * inputs**0.5)
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("stored", list(Format))
+def test_row_does_not_depend_on_the_other_rows_or_the_threads(
+    features: CpuFeature, stored: Format
+) -> None:
+    activations = Format.BFLOAT16 if stored is Format.INT8 else stored
+    matrix = PackedMatrix(MatrixLayout(96, 80, stored, True, True), _DTYPES[activations], 3)
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(4)).to(_DTYPES[activations])
+    with limited_features(features):
+        alone = make_model(activations, threads=1)
+        expected = torch.cat([alone.multiply(matrix.linear, row[None]) for row in x])
+        for threads in (1, 2, 3):
+            model = make_model(activations, threads)
+            for rows in (2, 9, 17, 30, 64):
+                found = model.multiply(matrix.linear, x[:rows])
+                assert torch.equal(found, expected[:rows]), (threads, rows)
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("stored", list(Format))
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_value_that_is_not_finite_reaches_the_result(
+    features: CpuFeature, stored: Format, value: float
+) -> None:
+    """It is found in the logits: no kernel may lose it on the way."""
+    matrix = PackedMatrix(MatrixLayout(40, 20, stored), torch.float32, 0)
+    activations = Format.BFLOAT16 if stored is Format.BFLOAT16 else Format.FLOAT32
+    x = torch.ones(3, 40, dtype=_DTYPES[activations])
+    x[1, 7] = value
+    with limited_features(features):
+        found = make_model(activations).multiply(matrix.linear, x)
+    assert not found[1].isfinite().any()
+    assert found[[0, 2]].isfinite().all()
+
+
+def test_int8_integers_are_those_of_the_reference() -> None:
+    """With scales that are powers of two, nothing but the integers decides."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randint(-127, 128, (33, 70), generator=generator).float()
+    x = torch.randint(-127, 128, (9, 70), generator=generator).float()
+    weight[:, 0], x[:, 0] = 127, 127
+    layout = MatrixLayout(70, 33, Format.INT8)
+    region = np.zeros(layout.nbytes, np.uint8)
+    layout.pack(get_functions(), memoryview(region), [weight])
+    for features in (ALL_FEATURES, CpuFeature.AVX2):
+        with limited_features(features):
+            model = make_model(Format.FLOAT32)
+            found = model.multiply(layout.describe(region.ctypes.data), x)
+        assert torch.equal(found, Int8Linear(weight)(x))
+        assert torch.equal(found, x @ weight.T)
