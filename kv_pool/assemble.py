@@ -1,7 +1,8 @@
 """A pool process, assembled: the pool's port, its health port and its cluster membership.
 
-To stop, it announces the shutdown, answers the questions it has received, and then closes
-everything. Nodes keep reading the blocks that they have mapped.
+To stop, it announces the shutdown, answers the questions it has received, ends its link to the
+coordinator in order, and then closes everything. Nodes keep reading the blocks that they have
+mapped.
 """
 
 import asyncio
@@ -161,6 +162,8 @@ class _PoolProcess:
             if self._member is not None:
                 self._member.send_leaving()
             await service.drain()
+            if self._member is not None:
+                await self._member.close()
         finally:
             for task in (stopping, member):
                 task.cancel()
