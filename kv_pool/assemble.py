@@ -159,11 +159,7 @@ class _PoolProcess:
                 if end.done():
                     end.result()
             await health.announce_shutdown()
-            if self._member is not None:
-                self._member.send_leaving()
-            await service.drain()
-            if self._member is not None:
-                await self._member.close()
+            await self._leave_cluster(service)
         finally:
             for task in (stopping, member):
                 task.cancel()
@@ -174,6 +170,13 @@ class _PoolProcess:
             if self._peers is not None:
                 await self._peers.close()
             await self._manager.close()
+
+    async def _leave_cluster(self, service: PoolLinkService) -> None:
+        if self._member is not None:
+            self._member.send_leaving()
+        await service.drain()
+        if self._member is not None:
+            await self._member.close()
 
     async def _run_member(self, port: str, stop: asyncio.Event) -> None:
         """Join the cluster once the pool is open; without a coordinator, wait for ever."""

@@ -335,10 +335,8 @@ class Scheduler:
 
     def _admit_waiting_sequences(self, budget: int) -> None:
         """Admit WAITING sequences in order, while the step has tokens left for the next one."""
-        waiting, prefilling = (
-            self.sequences.get_by_state(WAITING),
-            self.sequences.get_by_state(PREFILLING),
-        )
+        waiting = self.sequences.get_by_state(WAITING)
+        prefilling = self.sequences.get_by_state(PREFILLING)
         while waiting and self.capacity.free_slots:
             head = min(waiting.values(), key=lambda sequence: sequence.priority_key)
             left = budget - sum(

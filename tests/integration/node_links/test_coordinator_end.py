@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.cluster_link.coordinator_link import CoordinatorLink
-from baton.cluster_link.messages import NodeLeaving, Ping
+from baton.cluster_link.messages import Ping
 from baton.cluster_link.order_codec import attempt_key_from_pb
 from baton.cluster_link.stream import NodeStream, SequenceNumbers
 from baton.errors import (
@@ -21,16 +20,13 @@ from baton.process.failpoints import FAILPOINTS
 from baton.types import FinishReason, Incarnation
 from coordinator.generation import TokensEvent
 from coordinator.node_links.dispatcher import MAX_UNREAD_TOKENS
-from node_engine.core.node_commands import NodeJoined
 from tests.fake_nodes import expected_tokens
 from tests.integration.coordinator_harness import (
     CoordinatorHarness,
     collect_stream,
     running_coordinator,
 )
-from tests.integration.node_links.fake_link_member import FakeLinkMember
 
-TIMEOUT_SECONDS = 30.0
 PROMPT = tuple(range(1, 40))
 
 
@@ -396,32 +392,3 @@ async def test_a_repeated_message_is_skipped_and_a_lost_one_ends_the_stream(
         await node.send_heartbeat()
         await node.wait_stream_end()
         assert dropped["lost"] == 1
-
-
-async def test_all_messages_of_a_member_that_closes_its_stream_are_handled(
-    coordinator: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The coordinator removes the member before it ends the stream."""
-    received: list[object] = []
-    monkeypatch.setattr(
-        coordinator.dispatcher, "receive_report", lambda _, report: received.append(report)
-    )
-    joined: asyncio.Queue[object] = asyncio.Queue()
-    link = CoordinatorLink(
-        FakeLinkMember(joined.put_nowait),
-        on_order=lambda _: None,
-        address=coordinator.cluster_port_address,
-        token="",
-        silence=TIMEOUT_SECONDS,
-    )
-    running = asyncio.create_task(link.run())
-    async with asyncio.timeout(TIMEOUT_SECONDS):
-        event = await joined.get()
-        assert isinstance(event, NodeJoined)
-        reports = [NodeLeaving(str(number)) for number in range(100)]
-        for report in reports:
-            link.send(report, event.incarnation)
-        await link.close()
-        assert [one for one in received if isinstance(one, NodeLeaving)] == reports
-        assert not coordinator.dispatcher.node_connections
-        await running
