@@ -1,7 +1,8 @@
 """A pool process, assembled: the pool's port, its health port and its cluster membership.
 
-To stop, it announces the shutdown, answers the questions it has received, and then closes
-everything. Nodes keep reading the blocks that they have mapped.
+To stop, it announces the shutdown, answers the questions it has received, ends its link to the
+coordinator in order, and then closes everything. Nodes keep reading the blocks that they have
+mapped.
 """
 
 import asyncio
@@ -158,9 +159,7 @@ class _PoolProcess:
                 if end.done():
                     end.result()
             await health.announce_shutdown()
-            if self._member is not None:
-                self._member.send_leaving()
-            await service.drain()
+            await self._leave_cluster(service)
         finally:
             for task in (stopping, member):
                 task.cancel()
@@ -171,6 +170,13 @@ class _PoolProcess:
             if self._peers is not None:
                 await self._peers.close()
             await self._manager.close()
+
+    async def _leave_cluster(self, service: PoolLinkService) -> None:
+        if self._member is not None:
+            self._member.send_leaving()
+        await service.drain()
+        if self._member is not None:
+            await self._member.close()
 
     async def _run_member(self, port: str, stop: asyncio.Event) -> None:
         """Join the cluster once the pool is open; without a coordinator, wait for ever."""

@@ -71,6 +71,12 @@ class PoolClusterMember:
     def send_leaving(self) -> None:
         self._link.send(NodeLeaving("stopping"), self._incarnation)
 
+    async def close(self) -> None:
+        """Close the link in order: the coordinator gets every message that was sent before."""
+        if self._snapshot_task is not None:
+            self._snapshot_task.cancel()
+        await self._link.close()
+
     def on_index_changed(self) -> None:
         """Send the changes of the index to the coordinator within FLUSH_INTERVAL_SECONDS."""
         if self._flush_timer is None and self._link.is_joined:

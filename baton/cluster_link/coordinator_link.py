@@ -7,6 +7,9 @@ The life of a link:
                     or keeps trying if it was a member before
                  -> Refusal with a retry time: the process logs the reason and dials again then
 
+A member that stops closes its stream in order: everything queued is written, the member's direction
+is closed, and the coordinator, which has then read all of it, ends the stream.
+
 After a broken stream the member dials at once, then with growing pauses. It drops the work of the
 old incarnation when the new Welcome arrives, or after `silence` seconds without one, whichever is
 first. Everything here runs on the member's event loop. gRPC errors do not leave this file.
@@ -45,6 +48,8 @@ from baton.process import log
 from baton.process.failpoints import FAILPOINTS
 from baton.process.log_rate_limit import RateLimitedLogger
 from baton.types import Incarnation, mint_id
+
+CLOSE_TIMEOUT_SECONDS = 3.0  # for the coordinator to read what is queued and to end the stream
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between dials
 _REFUSED_PAUSE = 5.0  # longest pause in seconds between dials to a coordinator that refuses us
@@ -104,9 +109,14 @@ class CoordinatorLink:
         self._dialer = CoordinatorDialer(token)
         self._silence = silence
         self._incarnation = Incarnation("")
-        self._unsent: asyncio.Queue[NodeReport | LedgerReport] = asyncio.Queue(MAX_UNSENT_MESSAGES)
+        # None is the end of the member's direction: `close` puts it behind the last report.
+        self._unsent: asyncio.Queue[NodeReport | LedgerReport | None] = asyncio.Queue(
+            MAX_UNSENT_MESSAGES
+        )
         self._overflow = asyncio.Event()  # the coordinator reads too slowly
         self._member_changed = asyncio.Event()  # the last Join is out of date
+        self._is_closing = False  # no more reports are queued, and no more streams opened
+        self._session_ended = asyncio.Event()
         self._was_member = False
         self._process_id = mint_id(64)  # distinguishes processes of equal name
         self._heard_at = 0.0  # time of the coordinator's last message, on the loop's clock
@@ -120,12 +130,8 @@ class CoordinatorLink:
 
     def send(self, report: NodeReport | LedgerReport, sender: Incarnation) -> None:
         """Queue a report. A report of another incarnation than the present one is dropped."""
-        if not self.is_joined or sender != self._incarnation:
-            return
-        try:
-            self._unsent.put_nowait(report)
-        except asyncio.QueueFull:
-            self._overflow.set()
+        if self.is_joined and sender == self._incarnation and not self._is_closing:
+            self._queue_message(report)
 
     async def wait_until_flushed(self) -> None:
         """Wait until every queued message is written, or its stream has ended."""
@@ -133,13 +139,37 @@ class CoordinatorLink:
 
     def rejoin(self) -> None:
         """End the stream, if there is one, and join again: the member has changed."""
-        self._member_changed.set()
+        if not self._is_closing:
+            self._member_changed.set()
+
+    async def close(self) -> None:
+        """Write every queued message, close the member's direction, and await the stream's end.
+
+        Returns after CLOSE_TIMEOUT_SECONDS at the latest, and at once if there is no stream. It
+        opens no other stream; cancel `run` afterwards.
+        """
+        self._is_closing = True
+        if not self.is_joined:
+            return
+        self._queue_message(None)
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
+                await self._session_ended.wait()
+        except TimeoutError:
+            self._log.warning(
+                "the coordinator did not end the stream, disconnecting",
+                address=self._address,
+                seconds=CLOSE_TIMEOUT_SECONDS,
+            )
 
     async def run(self) -> None:
-        """Keep the stream until cancelled. Raises ConfigError when the coordinator refuses us."""
+        """Keep the stream until cancelled or closed.
+
+        Raises ConfigError when the coordinator refuses us.
+        """
         pause = _FIRST_PAUSE
         self._heard_at = asyncio.get_running_loop().time()  # silence is counted from here
-        while True:
+        while not self._is_closing:
             longest, least = _LONGEST_PAUSE, 0.0
             try:
                 async with self._dialer.open_channel(self._address) as channel:
@@ -226,6 +256,7 @@ class CoordinatorLink:
         `_receive_welcome` raises.
         """
         self._member_changed.clear()
+        self._session_ended.clear()
         try:
             join = replace(self._member.build_join(), process=self._process_id)
             await call.write(encode_join(join))
@@ -246,6 +277,7 @@ class CoordinatorLink:
             raise _first_error(group) from None
         finally:
             call.cancel()
+            self._session_ended.set()
 
     async def _receive_welcome(
         self, call: grpc.aio.StreamStreamCall, numbers: link_stream.SequenceNumbers
@@ -319,11 +351,20 @@ class CoordinatorLink:
             case _:
                 self._on_order(order)
 
+    def _queue_message(self, message: NodeReport | LedgerReport | None) -> None:
+        try:
+            self._unsent.put_nowait(message)
+        except asyncio.QueueFull:
+            self._overflow.set()
+
     async def _send_queued(self, call: grpc.aio.StreamStreamCall) -> None:
         numbers = link_stream.SequenceNumbers()
         while True:
             report = await self._unsent.get()
             try:
+                if report is None:
+                    await call.done_writing()
+                    return
                 message = encode_report(report, self._incarnation)
                 numbers.number_message(message)
                 await link_stream.send_message(call.write, message, "link.node.send")

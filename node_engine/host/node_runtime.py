@@ -1,8 +1,8 @@
 """Runs the parts of a node, and ends them in reverse order.
 
-Start: compute thread, health port, coordinator link. Stop: announce it, let attempts end, then
-close everything. The event loop (coordinator link, health port) and the compute thread meet here; a
-role's transfer plane has its own threads.
+Start: compute thread, health port, coordinator link. Stop: announce it, let attempts end, send the
+last reports, then close everything. The event loop (coordinator link, health port) and the compute
+thread meet here; a role's transfer plane has its own threads.
 """
 
 import asyncio
@@ -73,7 +73,10 @@ class NodeRuntime:
             await _cancel_tasks(pool)
 
     async def _leave_cluster(self) -> None:
-        """Announce the shutdown, then wait until all attempts have ended, hand-offs included."""
+        """Announce the shutdown, wait until all attempts have ended, and close the link in order.
+
+        Attempts include hand-offs.
+        """
         self._link.send(NodeLeaving("stopping"), self._reporter.incarnation)
         loop, idle = asyncio.get_running_loop(), asyncio.Event()
         if self._lookups is not None:
@@ -86,6 +89,7 @@ class NodeRuntime:
             log.get_logger("node").warning(
                 "drain timed out, stopping with unfinished work", seconds=self._config.drain_timeout
             )
+        await self._link.close()
 
 
 async def _cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:

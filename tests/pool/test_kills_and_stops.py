@@ -217,6 +217,7 @@ async def test_pool_shuts_down_on_sigterm(host: PoolTestHost) -> None:
     tokens = make_tokens(next(_SEEDS), 3)
     hit = await node.publish_tokens(tokens)
     assert hit is not None
+    await host.registrar.arm_failpoints("link.node.send=delay(0.05)")  # the last message as well
     host.pool.process.terminate()
     assert await asyncio.to_thread(host.pool.process.wait, TIMEOUT_SECONDS) == 0
     await wait_until("noticed", lambda: not node.client.is_attached)

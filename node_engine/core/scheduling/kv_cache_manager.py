@@ -228,12 +228,22 @@ class KVCacheManager:
         sequence.block_table.extend(fresh)
         return True
 
-    def grow_ahead(self, running: Iterable[Sequence]) -> None:
-        """Take a block for the lookahead of the engine where it can be used and one is free."""
+    def grow_ahead(self, chosen: Iterable[tuple[Sequence, int]]) -> None:
+        """Take a block for the lookahead of the engine where it can be used and one is free.
+
+        Each sequence comes with the number of its tokens in the step. The step must sample for it,
+        and another token must follow here.
+        """
         ahead = self._capacity.limits.lookahead_tokens
-        for sequence in running if ahead else ():
-            needed = self._capacity.count_blocks_for(sequence.num_computed_tokens + 1 + ahead)
-            is_useful = sequence.state is RUNNING and sequence.num_remaining_tokens > 1
+        for sequence, num_tokens in chosen if ahead else ():
+            num_computed = sequence.num_computed_tokens + num_tokens
+            is_useful = (
+                sequence.state in (RUNNING, PREFILLING)
+                and num_computed >= sequence.context_len
+                and sequence.num_remaining_tokens > 1
+                and not sequence.is_prefill_only
+            )
+            needed = self._capacity.count_blocks_for(num_computed + ahead)
             if is_useful and needed > len(sequence.block_table):
                 fresh = self._block_pool.allocate_blocks(1, sequence.owner)
                 sequence.block_table.extend(fresh or ())

@@ -244,6 +244,7 @@ class Scheduler:
             if length:
                 chosen.append((sequence, length))
                 budget -= length
+        self._cache_manager.grow_ahead(chosen[len(growing) :])
         outcomes = self._preemptor.pop_outcomes() if self._preemptor.outcomes else ()
         return ScheduledStep(self._build_batch(chosen) if chosen else None, outcomes)
 
@@ -308,7 +309,8 @@ class Scheduler:
             sequence = running.get(sequence_id)
             if sequence is not None and self._cache_manager.grow_sequence(sequence):
                 ready.append(sequence)
-        self._cache_manager.grow_ahead(ready)  # with blocks that nobody needs for this step
+        # With blocks that nobody needs for this step.
+        self._cache_manager.grow_ahead((sequence, 1) for sequence in ready)
         return [sequence for sequence in ready if sequence.state is RUNNING]
 
     def _prefill_tokens_allowed(self, growing: list[Sequence]) -> int:
@@ -333,10 +335,8 @@ class Scheduler:
 
     def _admit_waiting_sequences(self, budget: int) -> None:
         """Admit WAITING sequences in order, while the step has tokens left for the next one."""
-        waiting, prefilling = (
-            self.sequences.get_by_state(WAITING),
-            self.sequences.get_by_state(PREFILLING),
-        )
+        waiting = self.sequences.get_by_state(WAITING)
+        prefilling = self.sequences.get_by_state(PREFILLING)
         while waiting and self.capacity.free_slots:
             head = min(waiting.values(), key=lambda sequence: sequence.priority_key)
             left = budget - sum(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from baton.cluster_link.messages import PoolJoinInfo
+from baton.cluster_link.messages import PROTOCOL_VERSION, PoolJoinInfo
 from baton.cluster_link.report_types import NodeStats
 from baton.kv.blocks import KVLayout
 from baton.types import Incarnation, NodeName
@@ -15,7 +15,10 @@ class FakeLinkMember:
     build_stats = NodeStats
 
     def build_join(self) -> PoolJoinInfo:
-        return PoolJoinInfo(0, NodeName(""), "", "", 0, "", KVLayout(0, 0, 0, 0, ""), 0)
+        layout = KVLayout(1, 1, 8, 16, "float32")
+        return PoolJoinInfo(
+            PROTOCOL_VERSION, NodeName("pool-0"), "host-0", "127.0.0.1:1", 1, "ab" * 32, layout, 1
+        )
 
     def __init__(self, deliver: Callable[[object], None]) -> None:
         self._deliver = deliver

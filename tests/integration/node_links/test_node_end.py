@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from baton.cluster_link import coordinator_link
 from baton.cluster_link import pb_conversion as wire
 from baton.cluster_link import stream as link_stream
 from baton.cluster_link.coordinator_link import CoordinatorLink
@@ -116,6 +117,23 @@ async def test_node_rejoins_when_the_coordinator_stops_reading() -> None:
             rig.link.send(NodeLeaving(""), Incarnation(first))
         assert await rig.wait_joined() != first
         assert not rig.link_task.done()
+
+
+@pytest.mark.parametrize("is_connected", [True, False], ids=["hanging", "unreachable"])
+async def test_leaving_node_gives_up_a_coordinator_that_does_not_end_the_stream(
+    monkeypatch: pytest.MonkeyPatch, is_connected: bool
+) -> None:
+    monkeypatch.setattr(coordinator_link, "CLOSE_TIMEOUT_SECONDS", 0.05)
+    async with running_link(send_pings) as rig:
+        incarnation = await rig.wait_joined()
+        if not is_connected:
+            rig.fault_proxy.strand_connections()
+        rig.link.send(NodeLeaving(""), Incarnation(incarnation))
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            await rig.link.close()
+            rig.link_task.cancel()
+            await asyncio.wait({rig.link_task})
+        assert rig.link_task.cancelled()
 
 
 async def test_rejoin_opens_a_new_connection(monkeypatch: pytest.MonkeyPatch) -> None:

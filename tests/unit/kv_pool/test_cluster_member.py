@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from baton.cluster_link.messages import NodeLeaving
 from baton.config.settings import Config
 from baton.kv.blocks import BlockHash
 from baton.kv.cache_journal import MAX_HASHES_PER_BATCH, CacheJournal
@@ -26,6 +27,7 @@ class FakeCoordinatorLink:
         self.sent: list[Any] = []
         self.asked = 0
         self.waiting = asyncio.Semaphore(0)
+        self.is_closed = False
 
     def send(self, message: Any, incarnation: object) -> None:
         self.sent.append(message)
@@ -33,6 +35,9 @@ class FakeCoordinatorLink:
     async def wait_until_flushed(self) -> None:
         self.asked += 1
         await self.waiting.acquire()
+
+    async def close(self) -> None:
+        self.is_closed = True
 
 
 class FakeCachePoolManager:
@@ -52,15 +57,18 @@ class FakeCachePoolManager:
         )
 
 
-@pytest.mark.asyncio
-async def test_a_snapshot_is_made_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def member(monkeypatch: pytest.MonkeyPatch) -> membership.PoolClusterMember:
     monkeypatch.setattr(membership, "CoordinatorLink", FakeCoordinatorLink)
     host: Any = FakeCachePoolManager()
     peers: Any = SimpleNamespace(rejoin=lambda _: None)
-    member = membership.PoolClusterMember(
-        Config(), "pool-0", host, peers, "127.0.0.1:1", FakeClock()
-    )
+    return membership.PoolClusterMember(Config(), "pool-0", host, peers, "127.0.0.1:1", FakeClock())
+
+
+@pytest.mark.asyncio
+async def test_a_snapshot_is_made_part_by_part(member: membership.PoolClusterMember) -> None:
     link: Any = member._link
+    host: Any = member._manager
     member.on_joined(Incarnation("i"))
     counts = []
     for _ in range(3):
@@ -74,3 +82,20 @@ async def test_a_snapshot_is_made_part_by_part(monkeypatch: pytest.MonkeyPatch) 
     first, *others = link.sent
     assert len(first.block_hashes) == MAX_HASHES_PER_BATCH
     assert [len(batch.inserted) for batch in others] == [MAX_HASHES_PER_BATCH, 3]
+
+
+@pytest.mark.asyncio
+async def test_close_stops_the_snapshot_and_closes_the_link_after_the_last_message(
+    member: membership.PoolClusterMember,
+) -> None:
+    link: Any = member._link
+    member.on_joined(Incarnation("i"))
+    await asyncio.sleep(0)
+    member.send_leaving()
+    await member.close()
+    link.waiting.release()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    _, leaving = link.sent
+    assert isinstance(leaving, NodeLeaving), "no part of the snapshot comes after it"
+    assert link.is_closed

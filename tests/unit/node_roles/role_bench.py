@@ -43,6 +43,7 @@ from node_engine.shared_pool.pool_connector import PoolConnector, PoolLookups, P
 from tests.pool.in_process_pool import FakePoolClient, InProcessPool
 
 VOCAB = 1000
+STEP_SECONDS = 0.5  # that each step takes, as the role is told
 MODEL = PacedEngine(
     ZERO_COSTS, vocab_size=VOCAB
 ).model_identity.digest  # what requests are bound to
@@ -243,7 +244,9 @@ class RoleBench:
         on_layer = self.role.before_step(plan.batch)
         tokens = self.engine.run(plan.batch, on_layer)
         self.role.after_step(
-            plan.batch, self.scheduler.update_from_results(plan.batch, tokens), 0.5
+            plan.batch,
+            self.scheduler.update_from_results(plan.batch, tokens),
+            STEP_SECONDS,
         )
         return True
 

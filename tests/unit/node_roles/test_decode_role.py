@@ -2,18 +2,21 @@
 every attempt."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from baton.cluster_link.messages import CancelOrder, DecodeOrder, PeerLostNotice
-from baton.errors import Cancelled, ChecksumMismatch, LeaseExpired
+from baton.errors import Cancelled, ChecksumMismatch, LeaseExpired, NodeFailed
 from baton.types import AttemptSpec, Incarnation, PeerAddress, TicketId
 from kv_transfer.plane import InboundFenced, InboundLost, InboundSealed, InboundStarted, SealInfo
 from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
 from tests.paced_reference import paced_reference_tokens
+from tests.pool.in_process_nodes import InProcessHost
 from tests.unit.node_roles.decode_bench import (
     DecodeBench,
     hand_over,
@@ -22,6 +25,7 @@ from tests.unit.node_roles.decode_bench import (
 )
 from tests.unit.node_roles.role_bench import (
     INCARNATION,
+    STEP_SECONDS,
     WRITER,
     make_work,
 )
@@ -111,6 +115,58 @@ def test_colocated() -> None:
     node.send_item(DecodeOrder(work, None))
     assert run(node, work) == paced_reference_tokens(PROMPT, 4, 1000)
     assert node.pop_messages("admitted")[0].computed_tokens == 40
+
+
+def test_time_of_a_local_prefill_is_reported() -> None:
+    node, work = DecodeBench(max_batched_tokens=32), make_work(PROMPT)
+    node.send_item(DecodeOrder(work, None))
+    run(node, work)
+    (admitted,) = node.pop_messages("admitted")
+    assert admitted.share_seconds == 2 * STEP_SECONDS, "all of two steps"
+
+
+def fail_to_save(_: object) -> Future[None]:
+    raise NodeFailed("no memory for the copy")
+
+
+def save_in_vain(_: object) -> Future[None]:
+    saved: Future[None] = Future()
+    saved.set_exception(RuntimeError("the copy failed"))
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "replacement"),
+    [
+        ("pool_connector", "_save_blocks", fail_to_save),
+        ("pool_connector", "_save_blocks", save_in_vain),
+        ("pool_client", "publish_blocks", lambda _: False),
+    ],
+    ids=["save refused", "save failed", "publication refused"],
+)
+def test_a_publication_that_does_not_begin_holds_no_blocks(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: str,
+    method: str,
+    replacement: Callable[[object], object],
+) -> None:
+    """And it is not the last one of its sequence."""
+    host = InProcessHost(tmp_path, prefill=0, decode=1, num_blocks=32)
+    (node,), work = host.decode, make_work(PROMPT, max_tokens=30)
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(node, owner), method, replacement)
+        node.send_item(DecodeOrder(work, None))
+        assert node.step()
+        node.drain_inbox()
+        (sequence,) = node.scheduler.sequences
+        assert not sequence.is_publishing
+    while node.step():
+        pass
+    host.run_publications()
+    assert len(host.pool.block_pool.memory.index) == 4
+    host.check()
+    host.close()
 
 
 def test_a_resumed_attempt_goes_on_where_the_client_is() -> None:

@@ -302,6 +302,31 @@ def test_lookahead_takes_no_block_that_a_sequence_needs() -> None:
         assert node.emitted_tokens(work) == expected_tokens(work)
 
 
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "max_tokens", "is_prefill_only", "num_blocks"),
+    [
+        (BLOCK, 2, False, [2, 2]),
+        (BLOCK, 1, False, [1]),
+        (BLOCK, 2, True, [1]),
+        (BLOCK - 1, 3, False, [1, 2, 2]),
+        (BLOCK - 1, 2, False, [1, 1]),
+        (2 * BLOCK, 2, False, [2, 3, 3]),  # in two chunks
+    ],
+)
+def test_lookahead_takes_a_block_only_if_another_token_follows_here(
+    num_prompt_tokens: int, max_tokens: int, is_prefill_only: bool, num_blocks: list[int]
+) -> None:
+    """The last token's KV is computed by no step, and a hand-off's second token elsewhere."""
+    node = SteppedNode(max_batched_tokens=BLOCK, max_num_seqs=1)
+    node.scheduler.capacity.limits = replace(node.scheduler.limits, lookahead_tokens=1)
+    work = make_work("a", PROMPT[:num_prompt_tokens], max_tokens)
+    node.add_work(work, is_prefill_only=is_prefill_only)
+    held = []
+    while (batch := node.step()) is not None:
+        held.append(len(batch.slices[0].block_table))
+    assert held == num_blocks
+
+
 def test_running_sequences_get_blocks_for_the_lookahead_of_the_engine() -> None:
     node = SteppedNode(num_blocks=4)
     node.scheduler.capacity.limits = replace(node.scheduler.limits, lookahead_tokens=1)
