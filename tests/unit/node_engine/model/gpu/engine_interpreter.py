@@ -44,7 +44,7 @@ from node_engine.model.model_loader import load_model_engine
 from node_engine.model.sampling.sampler import sample_tokens
 from node_engine.model.transformer import Transformer
 from tests.gpu import engine_comparisons as compare
-from tests.gpu.interpreter_casts import install_casts
+from tests.gpu.interpreter_setup import prepare_interpreter
 from tests.sequence_runs import SequenceRun, ShuffledBlocks, run_step
 from tools.perplexity import score_tokens
 
@@ -262,7 +262,7 @@ def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str,
 
 
 def main() -> None:
-    install_casts()
+    prepare_interpreter()
     torch.set_num_threads(1)
     log.configure_logging("info", "json")
     results: dict[str, object] = {}
