@@ -19,10 +19,11 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.processes import wait_for_exit
 
@@ -148,10 +149,7 @@ def _shared_server() -> ForkServer:
 
 
 def _serve(control: socket.socket, preloaded: Sequence[str]) -> None:
-    """Fork children until the client closes its end of `control`.
-
-    It returns in each child as well, when the child's module has run to its end.
-    """
+    """Fork children until the client closes its end of `control`."""
     for name in preloaded:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a child would miss the other threads"
@@ -170,9 +168,7 @@ def _serve(control: socket.socket, preloaded: Sequence[str]) -> None:
         if pid == 0:
             control.close()
             _become(request, descriptors[0])
-            sys.modules.pop(f"{request['module']}.__main__", None)  # runpy runs it anew
-            runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
-            return
+            _run_to_exit(request["module"])
         os.close(descriptors[0])
         control.send(str(pid).encode())
 
@@ -190,6 +186,31 @@ def _become(request: Mapping[str, Any], output: int) -> None:
     if request["open_files"]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (request["open_files"],) * 2)
     sys.argv = [request["module"]]
+
+
+def _run_to_exit(module: str) -> NoReturn:
+    """Run `python -m module`, its exit handlers too, and end this process with its exit code.
+
+    The interpreter is not finalized: it would visit, copy and free every object of the libraries
+    that the child shares with the server, which takes more CPU time than to start a node. Tests
+    that start interpreters finalize them.
+    """
+    sys.modules.pop(f"{module}.__main__", None)  # runpy runs it anew
+    code = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

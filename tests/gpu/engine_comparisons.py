@@ -52,16 +52,19 @@ def generate_in_chunks(
 
 
 def generate_staggered(
-    engine: Engine, prompts: Sequence[Sequence[int]], temperature: float = 0.9
+    engine: Engine, prompts: Sequence[Sequence[int]], temperature: float = 0.9, growth: int = 4
 ) -> list[list[int]]:
-    """Tokens of all prompts; a sequence joins every second step, and they end one by one."""
+    """Tokens of all prompts; a sequence joins every second step, and they end one by one.
+
+    Each generates `growth` tokens more than the one before it.
+    """
     blocks = ShuffledBlocks(NUM_BLOCKS)
-    longest = 4 * (len(prompts) + 1)
+    longest = growth * (len(prompts) + 1)
     runs = [
         SequenceRun(
             tuple(prompt),
             blocks.allocate_blocks(len(prompt) + longest),
-            SamplingParams(4 * (place + 2), temperature, top_p=0.95, seed=place),
+            SamplingParams(growth * (place + 2), temperature, top_p=0.95, seed=place),
         )
         for place, prompt in enumerate(prompts)
     ]

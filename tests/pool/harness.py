@@ -5,7 +5,6 @@ import ctypes
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from baton.shared_memory.segment import (
 )
 from kv_pool.client.pool_client import PoolClient
 from kv_pool.common.protocol import PoolClientConfig
+from tests.fork_server import ForkedProcess, start_process
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = KVLayout(
@@ -52,7 +52,7 @@ class PoolProcess:
             "log_level": "info",
             "log_format": "json",
         } | settings
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkedProcess | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -72,18 +72,13 @@ class PoolProcess:
             "cluster_token": CLUSTER_TOKEN,
             "health_port": -1,
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kv_pool"],
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-                **{f"BATON_{name.upper()}": str(value) for name, value in settings.items()},
-                **environ,
-            },
+        variables = {f"BATON_{name.upper()}": str(value) for name, value in settings.items()}
+        self._process = start_process(
+            "kv_pool", {**os.environ, **variables, **environ}, sys.stdout.fileno()
         )
 
     @property
-    def process(self) -> "subprocess.Popen[bytes]":
+    def process(self) -> ForkedProcess:
         assert self._process is not None
         return self._process
 

@@ -1,10 +1,20 @@
 """The program that test_fork_server.py forks: it prints its environment, then exits or waits."""
 
+import atexit
 import json
 import os
 import resource
 import signal
 import sys
+import threading
+
+
+def end_late() -> None:
+    """Leave a thread and an exit handler that print after the program's last line."""
+    main = threading.main_thread()
+    atexit.register(print, "exit handler")
+    threading.Thread(target=lambda: (main.join(), print("thread"))).start()  # noqa: T201
+
 
 if __name__ == "__main__":
     found = {
@@ -17,4 +27,7 @@ if __name__ == "__main__":
     print(json.dumps(found), flush=True)  # noqa: T201
     if os.environ["END"] == "wait":
         signal.pause()
+    if os.environ["END"] == "late":
+        end_late()
+        sys.exit("reason")
     sys.exit(int(os.environ["END"]))

@@ -76,6 +76,13 @@ def test_running_process_is_stopped_continued_and_ended_by_signals(
     frozen.kill()  # of a process that has ended: nothing happens
 
 
+def test_threads_and_exit_handlers_are_awaited(server: ForkServer, tmp_path: Path) -> None:
+    process = start_program(server, tmp_path / "log", "late")
+    assert process.wait(TIMEOUT_SECONDS) == 1
+    _, *last_lines = (tmp_path / "log").read_text().splitlines()
+    assert sorted(last_lines) == ["exit handler", "reason", "thread"]
+
+
 def test_failure_to_run_is_written_to_the_log(server: ForkServer, tmp_path: Path) -> None:
     process = start_program(server, tmp_path / "log", "0", module="tests.no_such_module")
     assert process.wait(TIMEOUT_SECONDS) == 1

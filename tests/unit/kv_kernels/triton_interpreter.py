@@ -17,7 +17,7 @@ from kv_kernels.triton.fp8_linear import FewRowsPlan
 from tests.gpu import block_comparisons
 from tests.gpu import fp8_comparisons as compare_fp8
 from tests.gpu import kernel_comparisons as compare
-from tests.gpu.interpreter_casts import install_casts
+from tests.gpu.interpreter_setup import prepare_interpreter
 from tests.gpu.kernel_comparisons import SAMPLING_FILTERS, AttentionShape
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def measure_fp8_errors(kind: str) -> dict[str, object]:
 
 
 def main() -> None:
-    install_casts()
+    prepare_interpreter()
     results: dict[str, object] = {}
     for kind in KINDS:
         results |= measure_errors(kind)

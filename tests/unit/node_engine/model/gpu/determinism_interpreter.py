@@ -33,7 +33,7 @@ from tests.gpu.determinism import (
     run_in_batch,
 )
 from tests.gpu.engine_comparisons import bind_engine, generate_in_chunks
-from tests.gpu.interpreter_casts import install_casts
+from tests.gpu.interpreter_setup import prepare_interpreter
 from tests.unit.node_engine.model.gpu.engine_interpreter import capture_layers
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def build_engine(
 
 
 def main() -> None:
-    install_casts()
+    prepare_interpreter()
     torch.set_num_threads(1)
     asked = json.load(sys.stdin)
     folder = Path(asked["folder"])

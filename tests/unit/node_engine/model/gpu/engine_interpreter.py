@@ -44,7 +44,7 @@ from node_engine.model.model_loader import load_model_engine
 from node_engine.model.sampling.sampler import sample_tokens
 from node_engine.model.transformer import Transformer
 from tests.gpu import engine_comparisons as compare
-from tests.gpu.interpreter_casts import install_casts
+from tests.gpu.interpreter_setup import prepare_interpreter
 from tests.sequence_runs import SequenceRun, ShuffledBlocks, run_step
 from tools.perplexity import score_tokens
 
@@ -130,11 +130,11 @@ class RepeatedCall:
 
 
 def capture_layers(engine: GpuEngine) -> None:
-    """Let the engine replay its layers in steps of up to 40 tokens."""
+    """Let the engine replay its layers in steps of up to 28 tokens."""
     assert engine._memory is not None
     graphs = BucketedLayerGraphs(engine._model, engine._memory.cache)
     with torch.inference_mode():
-        graphs.capture((40, 4, 12), RepeatedCall)
+        graphs.capture((28, 4, 12), RepeatedCall)
     engine._bound_launcher.layer_graphs = graphs
 
 
@@ -218,7 +218,7 @@ def run_ahead(folder: Path, prompts: list[list[int]]) -> dict[str, object]:
                 return launch(batch, **options)  # noqa: B023
 
             engine._bound_launcher.launch = watch_launch  # type: ignore[method-assign]
-        answers.append(compare.generate_staggered(engine, prompts))
+        answers.append(compare.generate_staggered(engine, prompts, growth=2))
     return {"eager": answers[0], "ahead": answers[1], "launches": launches}
 
 
@@ -262,7 +262,7 @@ def compare_all(folder: Path, prompts: list[list[int]], count: int) -> dict[str,
 
 
 def main() -> None:
-    install_casts()
+    prepare_interpreter()
     torch.set_num_threads(1)
     log.configure_logging("info", "json")
     results: dict[str, object] = {}

@@ -1,8 +1,6 @@
-"""Casts of Triton's interpreter to and from bf16 and e4m3, done by torch.
+"""What is set in Triton's interpreter before it runs kernels in tests."""
 
-The interpreter's own round halves up, carry wrongly into the exponent, and lose NaN.
-"""
-
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -26,5 +24,13 @@ def _cast(data: Any, source: tl.dtype, target: tl.dtype, _: object) -> Any:
     return cast.view(_UNSIGNED[target.primitive_bitwidth // 8]).reshape(data.shape)
 
 
-def install_casts() -> None:
+def prepare_interpreter() -> None:
+    """Let torch cast to and from bf16 and e4m3, and compute no check that nobody reads.
+
+    The interpreter's own casts round halves up, carry wrongly into the exponent, and lose NaN. Its
+    checks for overflow take a third of its time, and are asserted by kernels in debug mode only.
+    """
     interpreter._convert_float = _cast
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
