@@ -54,6 +54,8 @@ PANELS: dict[str, tuple[str, ...]] = {
         "quantize",
         "deterministic",
         "threads",
+        "weight_cache_dir",
+        "weight_cache_size",
     ),
     "The cluster": (
         "prefill",
