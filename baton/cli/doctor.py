@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.checks import gpu, machine, network, shared_memory
+from baton.cli.checks import gpu, machine, network, shared_memory, weight_cache
 from baton.cli.checks import model as model_checks
 from baton.cli.checks.cpu_kernels import check_cpu_kernels
 from baton.cli.checks.finding import Finding
@@ -66,6 +66,7 @@ def run_checks(settings: Config, endpoint: str) -> list[Finding]:
         machine.check_cores(settings, len(os.sched_getaffinity(0))),
         machine.check_open_files(settings),
         *shared_memory.check_segment_folder(settings),
+        weight_cache.check_weight_cache(settings),
         *model_checks.check_model(settings, found),
         *network.check_network(settings, endpoint),
     ]

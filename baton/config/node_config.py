@@ -14,6 +14,8 @@ from baton.config.common import (
     help_text,
 )
 
+NO_WEIGHT_CACHE = "off"  # value of weight_cache_dir
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(ModelSourceConfig, MemberConfig):
@@ -61,6 +63,20 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
         PositiveInt,
         help_text("Nodes that share this node's GPU: auto of --kv-memory is divided among them"),
     ] = 1
+    weight_cache_dir: Annotated[
+        str,
+        help_text(
+            "Folder of packed weights, which the next start reads instead of the model's files; "
+            "auto: baton/weights in the user's cache folder; off: none"
+        ),
+    ] = "auto"
+    weight_cache_size: Annotated[
+        str,
+        help_text(
+            "What that folder holds at most, such as 32GiB or a share of its file system; "
+            "the models used least recently are dropped"
+        ),
+    ] = "32GiB"
     block_size: Annotated[int, Meta(ge=1, le=256), help_text("Tokens of a KV block")] = 16
     max_num_seqs: Annotated[
         Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)],

@@ -55,6 +55,8 @@ PANELS: dict[str, tuple[str, ...]] = {
         "deterministic",
         "cpu_kernels",
         "threads",
+        "weight_cache_dir",
+        "weight_cache_size",
     ),
     "The cluster": (
         "prefill",

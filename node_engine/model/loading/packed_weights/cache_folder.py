@@ -16,6 +16,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.models.weight_cache import (
+    IMAGE_FILE_SUFFIX,
+    WeightCacheSettings,
+    invalid_folder_error,
+    require_private_folder,
+)
 from baton.process import log
 from node_engine.model.loading.packed_weights.image_layout import ImageLayout
 from node_engine.model.loading.packed_weights.image_memory import (
@@ -25,7 +31,6 @@ from node_engine.model.loading.packed_weights.image_memory import (
     split_into_pieces,
 )
 
-_SUFFIX = ".weights"
 _IMAGE_FILE = re.compile(r"[0-9a-f]{32}\.weights")
 _UNFINISHED_FILE = re.compile(r"\.[0-9a-f]{32}\.unfinished")
 _READ_BYTES = 16 << 20
@@ -40,17 +45,12 @@ class WeightCacheFolder:
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """The folder is created if it does not exist. Raises OSError if it cannot be used."""
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.stat()
-        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise PermissionError(
-                0, f"it belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}"
-            )
+        require_private_folder(folder)
         self.folder = folder
         self.max_bytes = max_bytes
 
     def image_path(self, layout: ImageLayout) -> Path:
-        return self.folder / f"{layout.image_id}{_SUFFIX}"
+        return self.folder / f"{layout.image_id}{IMAGE_FILE_SUFFIX}"
 
     def load_image(
         self, layout: ImageLayout, memory: ImageMemory, on_read: Callable[[int], None]
@@ -165,6 +165,26 @@ class WeightCacheFolder:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(entry.path)
             os.close(fd)
+
+
+def open_weight_cache(settings: WeightCacheSettings | None) -> WeightCacheFolder | None:
+    """Open the configured folder; None if there is none, or it cannot be used, which is logged.
+
+    Raises ConfigError if it cannot be used although somebody named it.
+    """
+    if settings is None:
+        return None
+    try:
+        return WeightCacheFolder(settings.folder, settings.max_bytes)
+    except OSError as error:
+        if settings.is_explicit:
+            raise invalid_folder_error(settings.folder, error) from error
+        log.get_logger("engine").warning(
+            "packed weights are not cached: the folder cannot be used",
+            folder=str(settings.folder),
+            error=error.strerror,
+        )
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,13 @@ def take_fingerprint(shards: Sequence[Path]) -> CheckpointFingerprint:
         found.append(text)
         newest_ns = max(newest_ns, changed_ns)
     return CheckpointFingerprint(
-        tuple(sorted(found)), is_settled=newest_ns + _SETTLED_NS < time.time_ns()
+        tuple(sorted(found)), is_settled=newest_ns + _SETTLED_NS < read_wall_clock_ns()
     )
+
+
+def read_wall_clock_ns() -> int:
+    """The clock that also stamps files."""
+    return time.time_ns()
 
 
 def _describe_file(path: Path) -> tuple[str, int]:

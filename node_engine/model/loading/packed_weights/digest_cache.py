@@ -24,7 +24,7 @@ class ModelDigestCache:
 
     def __init__(self, folder: Path) -> None:
         """`folder` is that of a WeightCacheFolder, which has checked who owns it."""
-        self._folder = folder
+        self.folder = folder
 
     def find_digest(
         self, fingerprint: CheckpointFingerprint, identity: Mapping[str, object]
@@ -35,7 +35,7 @@ class ModelDigestCache:
         """
         name = _file_name(fingerprint, identity)
         try:
-            fd = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = os.open(self.folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             return None
         try:
@@ -63,23 +63,23 @@ class ModelDigestCache:
         if before.files != after.files or not before.is_settled:
             return False
         name = _file_name(before, identity)
-        unfinished = self._folder / f".{secrets.token_hex(16)}.unfinished"
+        unfinished = self.folder / f".{secrets.token_hex(16)}.unfinished"
         try:
-            with lock_cache_folder(self._folder):  # which keeps others from removing the file
+            with lock_cache_folder(self.folder):  # which keeps others from removing the file
                 _write_new_file(unfinished, _encode_file(name, digest))
-                unfinished.replace(self._folder / name)
+                unfinished.replace(self.folder / name)
                 self._remove_oldest()
         except OSError as error:
             with suppress(OSError):
                 unfinished.unlink()
             log.get_logger("engine").warning(
-                "the model digest is not cached", folder=str(self._folder), error=error.strerror
+                "the model digest is not cached", folder=str(self.folder), error=error.strerror
             )
             return False
         return True
 
     def _remove_oldest(self) -> None:
-        files = sorted(self._folder.glob(f"*{_SUFFIX}"), key=lambda path: -path.stat().st_mtime)
+        files = sorted(self.folder.glob(f"*{_SUFFIX}"), key=lambda path: -path.stat().st_mtime)
         for path in files[_MAX_FILES:]:
             path.unlink(missing_ok=True)
 
