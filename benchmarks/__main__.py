@@ -30,6 +30,7 @@ BENCHMARK_MODULES = {
     "kernels": "benchmarks.kernels",
     "links": "benchmarks.links",
     "pool": "benchmarks.pool",
+    "quality": "benchmarks.quality",
     "ratio": "benchmarks.ratio",
     "routing": "benchmarks.routing",
     "serve": "benchmarks.serve",

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
+from baton.cli.common.default_model import find_default_model
 from baton.models.model_identity import FP8, FP8_MIN_CAPABILITY, UNQUANTIZED, Quantization
-from node_engine.model.common.base_engine import BaseEngine
-from node_engine.model.model_loader import load_model_engine
-from tests.models import build_model
-from tools.perplexity import (
-    DEFAULT_MODEL,
+from benchmarks.text.text_scores import (
     WINDOW_TOKENS,
     measure_perplexity,
     read_held_out_documents,
     score_tokens,
     split_windows,
 )
+from node_engine.model.common.base_engine import BaseEngine
+from node_engine.model.model_loader import load_model_engine
+from tests.models import build_model
 
 pytest.importorskip("triton")
 
@@ -149,11 +149,12 @@ def test_logprobs_equal_those_of_the_twin(family: str, tmp_path: Path) -> None:
 
 
 def test_perplexity_of_held_out_text_is_near_that_of_bf16() -> None:
-    windows = list(split_windows(read_held_out_documents(DEFAULT_MODEL), 16384))
+    model = find_default_model()
+    windows = list(split_windows(read_held_out_documents(model), 16384))
     found = [
         measure_perplexity(
             load_model_engine(
-                DEFAULT_MODEL,
+                model,
                 dtype="bfloat16",
                 device="cuda",
                 quantize=quantize,

@@ -10,6 +10,11 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from benchmarks.text.source_files import (
+    SourceFile,
+    collect_sources,
+    standard_library_folder,
+)
 from tools.demo_model.common import bpe_tokenizer as tokenizer
 from tools.demo_model.common import corpus_files as corpus
 from tools.demo_model.common.chat_format import BOS, EOS, SPECIAL_TOKENS
@@ -17,11 +22,6 @@ from tools.demo_model.common.progress_bar import ProgressBar
 from tools.demo_model.corpus.builtin_names import list_builtin_names
 from tools.demo_model.corpus.conversations import generate_conversations
 from tools.demo_model.corpus.definitions import list_documented_names, list_snippets
-from tools.demo_model.corpus.source_files import (
-    SourceFile,
-    collect_sources,
-    standard_library_folder,
-)
 
 DEFAULT_VOCABULARY = 4096
 SEED = 0

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.kv.blocks import DTYPE_BYTES
-from baton.models.model_identity import UNQUANTIZED, ModelIdentity
+from baton.models.model_identity import INT8, UNQUANTIZED, ModelIdentity
 from node_engine.core.step.engine import ModelSize
 from node_engine.core.step.step_batch import SequenceSlice, StepBatch
 
@@ -37,8 +37,7 @@ class StepCosts:
     def __init__(self, size: ModelSize, identity: ModelIdentity) -> None:
         self._size = size
         self._layer_bytes = size.layer_parameters * PARAMETER_BYTES[get_product_precision(identity)]
-        # Quantization leaves the head as it is.
-        self._head_bytes = size.head_parameters * PARAMETER_BYTES[identity.dtype]
+        self._head_bytes = size.head_parameters * PARAMETER_BYTES[get_head_precision(identity)]
         layout = identity.layout
         self._kv_bytes_per_layer = layout.token_bytes / layout.num_layers  # of one token
         self._num_layers_by_window = tuple(Counter(size.windows).items())
@@ -65,6 +64,11 @@ class StepCosts:
 def get_product_precision(identity: ModelIdentity) -> str:
     """The precision of a layer's products: quantized weights multiply quantized activations."""
     return identity.dtype if identity.quantization == UNQUANTIZED else identity.quantization
+
+
+def get_head_precision(identity: ModelIdentity) -> str:
+    """The precision of the output head's product, which FP8 leaves as it is."""
+    return INT8 if identity.quantization == INT8 else identity.dtype
 
 
 def count_context_tokens(slices: Sequence[SequenceSlice], window: int | None) -> tuple[int, int]:

@@ -47,7 +47,7 @@ class ModelWeights:
     norm: RMSNorm
     head: Linear  # hidden -> vocab
     digest: bytes  # 32 bytes, over the architecture and every tensor
-    quantization: Quantization = UNQUANTIZED  # of the linear layers but the head
+    quantization: Quantization = UNQUANTIZED  # of the linear layers; of the head in int8 alone
 
 
 def load_weights(
@@ -87,7 +87,8 @@ def _build_weights(
     )
     norm = kernels.make_rms_norm(source("model.norm.weight"), config.norm_eps)
     head = embedding if config.tied_embeddings else source("lm_head.weight")
-    return embedding, layers, norm, kernels.make_linear(head, None)
+    make_head = kernels.make_int8_linear if quantization == INT8 else kernels.make_linear
+    return embedding, layers, norm, make_head(head, None)
 
 
 def _build_layer(

@@ -115,7 +115,8 @@ def test_products_that_saturate_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
         products = x.int()[:, None] * columns.T.int()
         odd = products.shape[2] % 2
         pairs = torch.nn.functional.pad(products, (0, odd)).unflatten(2, (-1, 2)).sum(3)
-        return pairs.clamp(-(2**15), 2**15 - 1).sum(2).int()
+        sums: torch.Tensor = pairs.clamp(-(2**15), 2**15 - 1).sum(2)
+        return sums.int()
 
     x, weight = torch.full((1, 8), 127, dtype=torch.int8), torch.full((2, 8), 127, dtype=torch.int8)
     monkeypatch.setattr(torch, "_int_mm", saturate)

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tools.demo_model.corpus.source_files import SourceFile, parse_python
+from benchmarks.text.source_files import SourceFile, parse_python
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 

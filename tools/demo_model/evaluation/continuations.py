@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.demo_model.corpus.source_files import parse_python
+from benchmarks.text.source_files import parse_python
 
 REPEAT_THRESHOLD = 3  # a continuation with so many equal lines repeats itself
 

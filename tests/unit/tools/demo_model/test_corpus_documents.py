@@ -2,6 +2,7 @@
 
 import textwrap
 
+from benchmarks.text.source_files import SourceFile
 from tools.demo_model.common.chat_format import BOS, EOS
 from tools.demo_model.corpus.conversations import ROUNDS_PER_NAME, generate_conversations
 from tools.demo_model.corpus.definitions import (
@@ -10,7 +11,6 @@ from tools.demo_model.corpus.definitions import (
     list_documented_names,
     list_snippets,
 )
-from tools.demo_model.corpus.source_files import SourceFile
 
 TEXT = '''"""Things that are counted.
 

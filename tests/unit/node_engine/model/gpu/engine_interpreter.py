@@ -23,6 +23,7 @@ from baton.kv.blocks import KVLayout
 from baton.models.model_identity import FP8, UNQUANTIZED, Quantization
 from baton.process import log
 from baton.types import BlockIndex, SamplingParams
+from benchmarks.text.text_scores import score_tokens
 from kv_kernels.reference import linear
 from kv_kernels.reference.torch_kernels import TorchKernels
 from kv_kernels.triton.block_copy import copy_blocks_between
@@ -46,7 +47,6 @@ from node_engine.model.transformer import Transformer
 from tests.gpu import engine_comparisons as compare
 from tests.gpu.interpreter_setup import prepare_interpreter
 from tests.sequence_runs import SequenceRun, ShuffledBlocks, run_step
-from tools.perplexity import score_tokens
 
 CPU = torch.device("cpu")
 MAX_MODEL_LEN = 256

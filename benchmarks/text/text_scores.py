@@ -1,12 +1,9 @@
-"""Measure what quantization costs: perplexity of text that the demo model was not trained on.
-
-python -m tools.perplexity      bf16 and FP8; on a CPU, FP8 is emulated
+"""How well a model predicts text that it was not trained on.
 
 The text is the held-out modules of this Python's standard library: those of Python 3.11 for the
 demo model.
 """
 
-import argparse
 import math
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,8 +11,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from baton.models.model_identity import FP8, UNQUANTIZED
-from baton.types import BlockIndex
+from baton.types import BlockIndex, TokenLogprobs
+from benchmarks.text.source_files import collect_sources, standard_library_folder
 from node_engine.core.step.engine import Engine
 from node_engine.core.step.step_batch import (
     PromptLogprobsSpec,
@@ -23,36 +20,8 @@ from node_engine.core.step.step_batch import (
     SequenceSlice,
     StepBatch,
 )
-from node_engine.model.model_loader import load_model_engine
-from tools.demo_model.corpus.source_files import collect_sources, standard_library_folder
 
-DEFAULT_MODEL = Path("models/demo")
-DEFAULT_TOKENS = 65536
 WINDOW_TOKENS = 2048  # a document is scored in windows of so many tokens
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="a folder")
-    parser.add_argument("--tokens", type=int, default=DEFAULT_TOKENS, help="score so many at most")
-    options = parser.parse_args()
-    windows = list(split_windows(read_held_out_documents(options.model), options.tokens))
-    print(f"{sum(map(len, windows))} tokens in {len(windows)} windows")
-    found = []
-    for quantize in (UNQUANTIZED, FP8):
-        engine = load_model_engine(
-            options.model,
-            dtype="bfloat16",
-            quantize=quantize,
-            max_model_len=WINDOW_TOKENS,
-            uses_graphs=False,
-            emulates_fp8=True,
-        )
-        found.append(measure_perplexity(engine, windows))
-        print(f"quantize {quantize}: perplexity {found[-1]:.4f}", flush=True)
-    print(f"fp8 over bf16: {found[1] / found[0] - 1:+.3%}")
 
 
 def read_held_out_documents(model: Path) -> Iterator[list[int]]:
@@ -78,21 +47,43 @@ def split_windows(documents: Iterable[Sequence[int]], max_tokens: int) -> Iterat
 
 def measure_perplexity(engine: Engine, windows: Sequence[Sequence[int]]) -> float:
     """exp of the mean negative logprob of all tokens but the first of each window."""
+    return compute_perplexity(score_windows(engine, windows))
+
+
+def compute_perplexity(scores: Sequence[TokenLogprobs]) -> float:
+    """exp of the mean negative logprob."""
+    return math.exp(-sum(score.logprob for score in scores) / len(scores))
+
+
+def compute_top1_agreement(
+    first: Sequence[TokenLogprobs], second: Sequence[TokenLogprobs]
+) -> float:
+    """The share of places where both have the same most likely token."""
+    equal = [
+        one.top_logprobs[0][0] == other.top_logprobs[0][0]
+        for one, other in zip(first, second, strict=True)
+    ]
+    return sum(equal) / len(equal)
+
+
+def score_windows(engine: Engine, windows: Sequence[Sequence[int]]) -> list[TokenLogprobs]:
+    """Score all tokens but the first of each window, with the most likely token at each place."""
     layout = engine.layout
     num_blocks = -(-max(map(len, windows)) // layout.block_size) + 1
     engine.bind_cache(memoryview(mmap.mmap(-1, num_blocks * layout.block_bytes)), num_blocks)
-    logprobs = [logprob for window in windows for logprob in score_tokens(engine, window)]
-    return math.exp(-sum(logprobs) / len(logprobs))
+    return [score for window in windows for score in _score_window(engine, window, 1)]
 
 
 def score_tokens(engine: Engine, tokens: Sequence[int]) -> list[float]:
     """The logprobs of all tokens but the first, in one step that writes the first blocks."""
+    return [score.logprob for score in _score_window(engine, tokens, 0)]
+
+
+def _score_window(
+    engine: Engine, tokens: Sequence[int], top_logprobs: int
+) -> tuple[TokenLogprobs, ...]:
     table = [BlockIndex(block) for block in range(len(tokens) // engine.layout.block_size + 1)]
-    spec = PromptLogprobsSpec(tuple(tokens[1:]), top_logprobs=0)
+    spec = PromptLogprobsSpec(tuple(tokens[1:]), top_logprobs)
     slice_ = SequenceSlice(SequenceId(0), tuple(tokens[:-1]), 0, table, None, spec)
     [result] = engine.run(StepBatch((slice_,)))
-    return [score.logprob for score in result.prompt_logprobs]
-
-
-if __name__ == "__main__":
-    main()
+    return result.prompt_logprobs
