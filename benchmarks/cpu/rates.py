@@ -1,0 +1,114 @@
+"""What the cores of a machine reach at one thing alone: reading memory, and matrix products."""
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.device.step_bounds import ProductShape, StepRates
+from benchmarks.device.timing import time_call
+
+_READ_BYTES = 512 << 20  # of all threads: more than the CPU caches hold
+_READ_PASSES = 4  # over the bytes of a thread in one round
+_READ_ROUNDS = 5
+_SQUARE = ProductShape("square", 2048, 2048)
+_PRODUCT_TOKENS = (512, 2048)
+_PRODUCT_ROUNDS = 3
+PRECISIONS = ("bfloat16", "int8", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuRates:
+    """Rates of the threads together, per second."""
+
+    read_bytes: float
+    products: dict[str, float]  # operations, by precision
+
+    def of_steps(self, precision: str) -> StepRates:
+        """The rates of steps whose products are of this precision."""
+        return StepRates(self.read_bytes, self.products[precision])
+
+
+def measure_rates(
+    threads: int, shapes: Sequence[ProductShape], read_bytes: int = _READ_BYTES
+) -> CpuRates:
+    """Measure all rates, each as the best of a few rounds.
+
+    `shapes` are the products of the model: one of them may be faster than a square one.
+    """
+    products = {
+        precision: measure_product_rate(threads, precision, (_SQUARE, *shapes))
+        for precision in PRECISIONS
+    }
+    return CpuRates(measure_read_rate(threads, read_bytes), products)
+
+
+def measure_read_rate(threads: int, total_bytes: int = _READ_BYTES) -> float:
+    """Return the bytes per second that the threads read together, each in two streams.
+
+    A scalar product walks through two vectors at once. They lie in huge pages if the system grants
+    them, as the weights of a model that is packed for speed do.
+    """
+    torch.set_num_threads(1)  # of each thread below
+    halves = [_allocate_halves(total_bytes // threads) for _ in range(threads)]
+    turns = threading.Barrier(threads + 1)
+
+    def read(left: torch.Tensor, right: torch.Tensor) -> None:
+        for _ in range(_READ_ROUNDS):
+            turns.wait()
+            for _ in range(_READ_PASSES):
+                torch.dot(left, right)  # releases Python's lock
+            turns.wait()
+
+    readers = [threading.Thread(target=read, args=pair) for pair in halves]
+    for reader in readers:
+        reader.start()
+    seconds = [_time_turn(turns) for _ in range(_READ_ROUNDS)]
+    for reader in readers:
+        reader.join()
+    read_in_turn = _READ_PASSES * sum(left.nbytes + right.nbytes for left, right in halves)
+    return read_in_turn / min(seconds)
+
+
+def _time_turn(turns: threading.Barrier) -> float:
+    turns.wait()
+    started = time.perf_counter()
+    turns.wait()
+    return time.perf_counter() - started
+
+
+def _allocate_halves(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two vectors of `size` bytes together, in huge pages where that is possible."""
+    area = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    values = torch.frombuffer(area, dtype=torch.float32)
+    values.fill_(1e-3)
+    middle = len(values) // 2
+    return values[:middle], values[middle : 2 * middle]
+
+
+def measure_product_rate(threads: int, precision: str, shapes: Iterable[ProductShape]) -> float:
+    """Return the operations per second of torch's fastest product of matrices of these shapes."""
+    torch.set_num_threads(threads)
+    best = 0.0
+    for shape in shapes:
+        for tokens in _PRODUCT_TOKENS:
+            product = _plan_product(precision, tokens, shape)
+            product()
+            seconds = min(time_call(product) for _ in range(_PRODUCT_ROUNDS))
+            best = max(best, 2 * tokens * shape.elements / seconds)
+    return best
+
+
+def _plan_product(precision: str, tokens: int, shape: ProductShape) -> Callable[[], object]:
+    if precision == "int8":
+        left = torch.randint(-127, 128, (tokens, shape.columns), dtype=torch.int8)
+        right = torch.randint(-127, 128, (shape.rows, shape.columns), dtype=torch.int8).T
+        return lambda: torch._int_mm(left, right)
+    dtype = getattr(torch, precision)
+    inputs, weight = (torch.randn(n, shape.columns).to(dtype) for n in (tokens, shape.rows))
+    return lambda: torch.nn.functional.linear(inputs, weight)
