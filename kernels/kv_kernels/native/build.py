@@ -1,0 +1,191 @@
+"""`python -m kv_kernels.native.build`: builds the library of native kernels beside this package.
+
+Needs only the standard library, because installations build before any dependency is there.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from kv_kernels.native import sources
+from kv_kernels.native.build_error import BuildError
+from kv_kernels.native.compiler import Compiler, find_compiler
+
+# Seconds for one file. ziglang also builds the C++ runtime library at its first use.
+COMPILE_TIMEOUT = 600.0
+_MAX_OUTPUT_LINES = 20
+_BUILD_INFO = "build_info.cpp"  # the one source that KVN_BUILD_ID is defined for
+CONSEQUENCE = "Baton is installed with torch kernels: they compute the same, more slowly."
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """A library that is up to date."""
+
+    library: Path
+    compiler: Compiler
+    rebuilt: bool  # False: it was up to date already
+
+
+def build_library(
+    library: Path = sources.LIBRARY,
+    *,
+    folder: Path = sources.SOURCE_FOLDER,
+    objects: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> BuildResult:
+    """Build the sources in `folder` into `library`, unless it is up to date. Raises BuildError.
+
+    Compiled files are kept in `objects` for the next build, or in a temporary folder.
+    """
+    if reason := sources.why_unsupported_machine():
+        raise BuildError(reason)
+    compiler = find_compiler(environ)
+    build_id = f"{sources.hash_sources(folder)}.{compiler.hash_toolchain()}"
+    if is_built_from(library, build_id):
+        return BuildResult(library, compiler, rebuilt=False)
+    with tempfile.TemporaryDirectory(prefix="kv-native-") as scratch:
+        kept = objects or Path(scratch, "objects")
+        kept.mkdir(parents=True, exist_ok=True)
+        job = _Build(compiler, folder, kept, build_id, _build_environment(environ, Path(scratch)))
+        job.link(job.compile_all(), library)
+    return BuildResult(library, compiler, rebuilt=True)
+
+
+def is_built_from(library: Path, build_id: str) -> bool:
+    """Whether the file at `library` contains `build_id`. The library is not loaded for that."""
+    try:
+        return build_id.encode() in library.read_bytes()
+    except OSError:
+        return False
+
+
+def build_or_explain(
+    library: Path, failure: Path, build: Callable[[Path], BuildResult] = build_library
+) -> BuildResult | BuildError:
+    """Build `library`. A failure is written to `failure`, and no older library is left."""
+    try:
+        result = build(library)
+    except BuildError as error:
+        library.unlink(missing_ok=True)
+        failure.write_text(f"{error.reason}\n{error.output}".rstrip() + "\n")
+        return error
+    failure.unlink(missing_ok=True)
+    return result
+
+
+@dataclass(frozen=True)
+class _Build:
+    compiler: Compiler
+    folder: Path
+    objects: Path
+    build_id: str
+    environ: Mapping[str, str]
+
+    def compile_all(self) -> list[Path]:
+        """Compile all sources, as many at a time as there are cores."""
+        files = sources.list_sources(self.folder)
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as workers:
+            return list(workers.map(self._compile, files))
+
+    def link(self, objects: Sequence[Path], library: Path) -> None:
+        """Link into a new file that then takes the place of `library`."""
+        new = library.with_name(f".{library.name}.{os.getpid()}")
+        try:
+            self._run([*self.compiler.link_flags, *map(str, objects), "-o", str(new)], library.name)
+            new.replace(library)
+        except OSError as error:
+            raise BuildError(f"{library} cannot be written: {error.strerror}") from error
+        finally:
+            with suppress(OSError):
+                new.unlink()
+
+    def _compile(self, source: Path) -> Path:
+        flags = [*sources.COMPILE_FLAGS, *sources.instruction_flags(source)]
+        if source.name == _BUILD_INFO:
+            flags.append(f'-DKVN_BUILD_ID="{self.build_id}"')
+        target = self.objects / f"{source.stem}.{self._hash_inputs(source, flags)}.o"
+        if not target.exists():
+            for old in self.objects.glob(f"{source.stem}.*.o"):
+                old.unlink(missing_ok=True)
+            new = target.with_suffix(f".{os.getpid()}")
+            self._run([*flags, "-c", str(source), "-o", str(new)], source.name)
+            new.replace(target)
+        return target
+
+    def _hash_inputs(self, source: Path, flags: Sequence[str]) -> str:
+        digest = sha256(repr((flags, self.compiler.hash_toolchain())).encode())
+        for path in [source, *sorted(self.folder.glob("*.h"))]:
+            digest.update(path.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def _run(self, arguments: Sequence[str], what: str) -> None:
+        command = [*self.compiler.command, *self.compiler.target_flags, *arguments]
+        try:
+            completed = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=COMPILE_TIMEOUT,
+                check=False,
+                env=dict(self.environ),
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"the compiler {self.compiler.name} failed: {error}") from error
+        if completed.returncode:
+            lines = completed.stdout.strip().splitlines()[-_MAX_OUTPUT_LINES:]
+            reason = f"{self.compiler.name} ({self.compiler.version}) failed on {what}"
+            raise BuildError(reason, "\n".join(lines))
+        if completed.stdout.strip():
+            print(completed.stdout.strip(), file=sys.stderr)  # noqa: T201
+
+
+def _build_environment(environ: Mapping[str, str], scratch: Path) -> dict[str, str]:
+    """The compiler's environment; ziglang keeps its caches in `scratch` and not in the home."""
+    caches = {
+        "ZIG_GLOBAL_CACHE_DIR": str(scratch / "zig"),
+        "ZIG_LOCAL_CACHE_DIR": str(scratch / "zig-local"),
+    }
+    return {**caches, "LC_ALL": "C", **environ}
+
+
+def format_failure(error: BuildError) -> str:
+    """What an installation prints about a build that failed."""
+    parts = ("The native CPU kernels are not built:", error.reason, error.output, CONSEQUENCE)
+    return "\n".join(part for part in parts if part)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kv_kernels.native.build", description=__doc__)
+    parser.add_argument("--force", action="store_true", help="build again what is up to date")
+    options = parser.parse_args(arguments)
+    if options.force:
+        sources.LIBRARY.unlink(missing_ok=True)
+    result = build_or_explain(sources.LIBRARY, sources.BUILD_FAILURE, _build_in_place)
+    if isinstance(result, BuildError):
+        print(format_failure(result), file=sys.stderr)  # noqa: T201
+        return 1
+    done = "built" if result.rebuilt else "up to date"
+    print(f"{result.library}: {done} ({result.compiler.version})")  # noqa: T201
+    return 0
+
+
+def _build_in_place(library: Path) -> BuildResult:
+    """In a checkout, compiled files are kept, so that a change compiles one file again."""
+    root = sources.FOLDER.parents[2]
+    in_checkout = (root / "pyproject.toml").is_file()
+    return build_library(library, objects=root / "build/native-objects" if in_checkout else None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

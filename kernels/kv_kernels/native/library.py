@@ -1,0 +1,143 @@
+"""Loads the library of native kernels, once a process, or says why there is none."""
+
+import ctypes
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntFlag
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from kv_kernels.native import sources
+from kv_kernels.native.prototypes import ABI_VERSION, PROTOTYPES
+
+CpuKernelMode = Literal["auto", "native", "torch"]
+
+# Names of CpuFeature, separated by commas: kernels use no others. Only tests set it.
+FEATURES_VARIABLE = "KVN_FEATURES"
+_BUILD = "python -m kv_kernels.native.build"
+_OTHER_CPU = "none on this CPU: torch kernels serve"
+
+
+class CpuFeature(IntFlag):
+    """Groups of instructions that kernels are dispatched by, as src/kv_native.h numbers them."""
+
+    AVX2 = 1
+    AVX512 = 2
+    AVX512_VNNI = 4
+    AVX512_BF16 = 8
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    """The loaded library."""
+
+    functions: ctypes.CDLL  # with the prototypes of prototypes.py; calls release Python's lock
+    features: CpuFeature  # what kernels may use
+    build_id: str
+
+    def describe(self) -> str:
+        return f"native ({describe_features(self.features)})"
+
+
+@dataclass(frozen=True)
+class NoNativeLibrary:
+    """Why the torch kernels compute, in one sentence, and what would change that."""
+
+    reason: str
+    fix: str = ""
+
+    def describe(self) -> str:
+        return f"torch ({self.reason})"
+
+
+def load_library(mode: CpuKernelMode = "auto") -> NativeLibrary | NoNativeLibrary:
+    """The native kernels, unless `mode` is "torch". The library is opened once a process."""
+    if mode == "torch":
+        return NoNativeLibrary("switched off by --cpu-kernels torch", "set --cpu-kernels auto")
+    return _load_installed_library()
+
+
+@cache
+def _load_installed_library() -> NativeLibrary | NoNativeLibrary:
+    return open_library()
+
+
+def open_library(
+    path: Path = sources.LIBRARY,
+    *,
+    failure: Path = sources.BUILD_FAILURE,
+    folder: Path = sources.SOURCE_FOLDER,
+    environ: Mapping[str, str] = os.environ,
+) -> NativeLibrary | NoNativeLibrary:
+    """Open the library at `path`, which was built from `folder`, or say why that cannot be."""
+    if reason := sources.why_unsupported_machine():
+        return NoNativeLibrary(reason, _OTHER_CPU)
+    if not path.exists():
+        return NoNativeLibrary(*_explain_missing(failure))
+    try:
+        functions = ctypes.CDLL(str(path))
+        version = _declare(functions)
+    except (OSError, AttributeError) as error:
+        return NoNativeLibrary(f"{path.name} cannot be loaded: {error}", f"build it: {_BUILD}")
+    if version != ABI_VERSION:
+        return NoNativeLibrary(
+            f"{path.name} has ABI version {version}, and this version of Baton needs {ABI_VERSION}",
+            f"build it: {_BUILD}",
+        )
+    build_id: str = functions.kvn_build_id().decode(errors="replace")
+    if sources.list_sources(folder) and build_id.split(".")[0] != sources.hash_sources(folder):
+        reason = f"{path.name} is stale: its sources or flags have changed since it was built"
+        return NoNativeLibrary(reason, f"build it: {_BUILD}")
+    return _check_features(functions, build_id, environ)
+
+
+def _declare(functions: ctypes.CDLL) -> int:
+    """Set the types of all functions, and return the ABI version. Raises AttributeError."""
+    functions.kvn_abi_version.restype = ctypes.c_int32
+    version: int = functions.kvn_abi_version()
+    if version == ABI_VERSION:
+        for name, (result, arguments) in PROTOTYPES.items():
+            function = getattr(functions, name)
+            function.restype, function.argtypes = result, arguments
+    return version
+
+
+def _check_features(
+    functions: ctypes.CDLL, build_id: str, environ: Mapping[str, str]
+) -> NativeLibrary | NoNativeLibrary:
+    if (names := environ.get(FEATURES_VARIABLE)) is not None:
+        functions.kvn_limit_cpu_features(parse_features(names))
+    features = CpuFeature(functions.kvn_cpu_features())
+    if CpuFeature.AVX2 not in features:
+        return NoNativeLibrary("this CPU has no AVX2 with FMA and F16C", _OTHER_CPU)
+    return NativeLibrary(functions, features, build_id)
+
+
+def parse_features(names: str) -> CpuFeature:
+    """The features in a comma-separated list. Raises ValueError for a name that is none."""
+    features = CpuFeature(0)
+    for name in filter(None, (part.strip().upper() for part in names.split(","))):
+        if name not in CpuFeature.__members__:
+            known = ", ".join(CpuFeature.__members__)
+            raise ValueError(f"{FEATURES_VARIABLE} has {name!r}, which is none of {known}")
+        features |= CpuFeature[name]
+    return features
+
+
+def describe_features(features: CpuFeature) -> str:
+    """Like "AVX512, VNNI, BF16" or "AVX2"."""
+    if CpuFeature.AVX512 not in features:
+        return "AVX2"
+    extensions = [CpuFeature.AVX512_VNNI, CpuFeature.AVX512_BF16]
+    names = [str(one.name).removeprefix("AVX512_") for one in extensions if one in features]
+    return ", ".join(["AVX512", *names])
+
+
+def _explain_missing(failure: Path) -> tuple[str, str]:
+    try:
+        reason = failure.read_text().partition("\n")[0]
+    except OSError:
+        return f"{sources.LIBRARY_NAME} is not built", f"build it: {_BUILD}"
+    return f"the build failed: {reason}", f"install a C++ compiler, then {_BUILD}"

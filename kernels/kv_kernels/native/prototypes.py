@@ -1,0 +1,13 @@
+"""The functions of the native library and their types, as src/kv_native.h declares them."""
+
+import ctypes
+
+ABI_VERSION = 1  # KVN_ABI_VERSION
+
+# name -> (type of the result, types of the arguments)
+PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "kvn_abi_version": (ctypes.c_int32, ()),
+    "kvn_build_id": (ctypes.c_char_p, ()),
+    "kvn_cpu_features": (ctypes.c_uint32, ()),
+    "kvn_limit_cpu_features": (None, (ctypes.c_uint32,)),
+}

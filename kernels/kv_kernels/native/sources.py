@@ -1,0 +1,67 @@
+"""The sources of the native kernels, the flags that each is compiled with, and where things lie."""
+
+import hashlib
+import platform
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+SOURCE_FOLDER = FOLDER / "src"
+LIBRARY_NAME = "libkv_native.so"
+LIBRARY = FOLDER / LIBRARY_NAME
+# Why the installation built no library: one line, then details. Gone after a build that works.
+BUILD_FAILURE_NAME = "build_failure.txt"
+BUILD_FAILURE = FOLDER / BUILD_FAILURE_NAME
+
+COMPILE_FLAGS = (
+    "-O3",
+    "-fPIC",
+    "-std=c++17",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-fno-math-errno",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+)
+_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
+_AVX512_FLAGS = (
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512bf16",
+    "-mavx512vnni",
+    *_AVX2_FLAGS,
+)
+LINK_FLAGS = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc", "-Wl,--no-undefined")
+# Keeps what the C++ runtime defines out of the library's symbols. ziglang does so by itself.
+HIDE_RUNTIME_FLAGS = ("-Wl,--exclude-libs,ALL",)
+_ALL_FLAGS = (COMPILE_FLAGS, _AVX512_FLAGS, LINK_FLAGS, HIDE_RUNTIME_FLAGS)
+
+
+def list_sources(folder: Path = SOURCE_FOLDER) -> list[Path]:
+    return sorted(folder.glob("*.cpp"))
+
+
+def instruction_flags(source: Path) -> tuple[str, ...]:
+    """The instructions beyond x86-64's baseline that a source may use, by the end of its name."""
+    if source.stem.endswith("_avx512"):
+        return _AVX512_FLAGS
+    return _AVX2_FLAGS if source.stem.endswith("_avx2") else ()
+
+
+def hash_sources(folder: Path = SOURCE_FOLDER) -> str:
+    """16 hexadecimal digits for the sources, their headers and the flags."""
+    digest = hashlib.sha256(repr(_ALL_FLAGS).encode())
+    for path in [*list_sources(folder), *sorted(folder.glob("*.h"))]:
+        digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def why_unsupported_machine() -> str:
+    """Why there are no native kernels for this kind of machine; "" if there are."""
+    system, machine = sys.platform, platform.machine()
+    if system == "linux" and machine in ("x86_64", "AMD64"):
+        return ""
+    return f"native kernels are for Linux on x86-64, and this is {system} on {machine}"

@@ -1,0 +1,55 @@
+// Detects what instructions this CPU has and the operating system allows (CPUID and XGETBV).
+#include <cpuid.h>
+
+#include <atomic>
+
+#include "kv_native.h"
+
+namespace {
+
+constexpr uint32_t kOsXsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29, kFma = 1u << 12;
+constexpr uint32_t kAvx2 = 1u << 5;
+constexpr uint32_t kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
+constexpr uint32_t kVnni = 1u << 11;
+constexpr uint32_t kBf16 = 1u << 5;
+// Registers that the operating system saves: XMM and YMM; then masks, upper ZMM, ZMM 16 to 31.
+constexpr uint32_t kYmmState = 0x6, kZmmState = 0xe6;
+
+uint32_t saved_registers() {
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+
+bool has_all(uint32_t value, uint32_t bits) { return (value & bits) == bits; }
+
+uint32_t detect() {
+  uint32_t a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !has_all(c, kOsXsave | kAvx | kF16c | kFma)) return 0;
+  const uint32_t saved = saved_registers();
+  if (!has_all(saved, kYmmState) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+  if (!has_all(b, kAvx2)) return 0;
+  uint32_t features = KVN_AVX2;
+  if (!has_all(saved, kZmmState) || !has_all(b, kAvx512)) return features;
+  features |= KVN_AVX512;
+  if (c & kVnni) features |= KVN_AVX512_VNNI;
+  if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kBf16)) features |= KVN_AVX512_BF16;
+  return features;
+}
+
+// A feature is gone with what it needs.
+uint32_t consistent(uint32_t features) {
+  if (!(features & KVN_AVX2)) return 0;
+  return features & KVN_AVX512 ? features : KVN_AVX2;
+}
+
+std::atomic<uint32_t> allowed{~0u};
+
+}  // namespace
+
+uint32_t kvn_cpu_features() {
+  static const uint32_t detected = detect();
+  return consistent(detected & allowed.load(std::memory_order_relaxed));
+}
+
+void kvn_limit_cpu_features(uint32_t mask) { allowed.store(mask, std::memory_order_relaxed); }

@@ -1,0 +1,32 @@
+// The C ABI of the native CPU kernels. kv_kernels/native/prototypes.py declares the same functions
+// for Python; KVN_ABI_VERSION counts up whenever a declared function changes.
+#pragma once
+
+#include <cstdint>
+
+#define KVN_ABI_VERSION 1
+
+#define KVN_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Bits of kvn_cpu_features(). A bit is set only if the operating system saves the registers too.
+enum : uint32_t {
+  KVN_AVX2 = 1u << 0,         // AVX2, FMA and F16C: what files *_avx2.cpp are compiled for
+  KVN_AVX512 = 1u << 1,       // AVX512 F, BW, VL and DQ; never without KVN_AVX2
+  KVN_AVX512_VNNI = 1u << 2,  // never without KVN_AVX512
+  KVN_AVX512_BF16 = 1u << 3,  // never without KVN_AVX512
+};
+
+// What files *_avx512.cpp are compiled for: a compiler may use any of it on its own.
+constexpr uint32_t KVN_AVX512_ALL = KVN_AVX2 | KVN_AVX512 | KVN_AVX512_VNNI | KVN_AVX512_BF16;
+
+KVN_EXPORT int32_t kvn_abi_version();
+
+// What the library was built from: "SOURCES.TOOLCHAIN", two hashes. The text is static.
+KVN_EXPORT const char* kvn_build_id();
+
+// The features that kernels may use: those of this CPU, less what kvn_limit_cpu_features removed.
+KVN_EXPORT uint32_t kvn_cpu_features();
+
+// Let kernels use only the features in `mask`, so that one machine can test every variant. A later
+// call replaces the mask; no mask adds a feature that the CPU does not have.
+KVN_EXPORT void kvn_limit_cpu_features(uint32_t mask);
