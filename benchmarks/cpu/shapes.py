@@ -60,7 +60,9 @@ def open_model(name: str) -> Iterator[MeasuredModel]:
     elif Path(name, "config.json").exists():
         yield _describe_folder(Path(name))
     else:
-        raise ValueError(f"--model {name!r} is neither a folder with a config.json nor {MODEL_HELP}")
+        raise ValueError(
+            f"--model {name!r} is neither a folder with a config.json nor {MODEL_HELP}"
+        )
 
 
 def _describe_folder(folder: Path) -> MeasuredModel:

@@ -10,4 +10,5 @@ PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "kvn_build_id": (ctypes.c_char_p, ()),
     "kvn_cpu_features": (ctypes.c_uint32, ()),
     "kvn_limit_cpu_features": (None, (ctypes.c_uint32,)),
+    "kvn_read_two_streams": (ctypes.c_int64, (ctypes.c_void_p, ctypes.c_int64)),
 }
