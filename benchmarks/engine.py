@@ -24,7 +24,7 @@ from rich.console import Console
 from baton.models.model_identity import UNQUANTIZED
 from benchmarks.cpu import engine_worker as worker
 from benchmarks.cpu.engine_worker import DecodeCase, EngineCase, EngineVariant, PrefillCase
-from benchmarks.cpu.rates import CpuRates, describe_reading
+from benchmarks.cpu.rates import SIZES, CpuRates, RateSizes, describe_reading
 from benchmarks.cpu.shapes import MODEL_HELP, open_model
 from benchmarks.device.section_run import MeasuredModel
 from benchmarks.device.step_bounds import StepBounds
@@ -32,7 +32,6 @@ from benchmarks.figures.report import ResultRow, make_row, make_time_row, print_
 
 HELP = "decode and prefill steps on a CPU, as shares of its rates of reading and of products"
 _CACHE_RESERVE = 1.5  # times the tokens that the largest case holds
-_READ_BYTES = 512 << 20
 _UNITS = {"bfloat16": "GFLOP/s", "float32": "GFLOP/s", "int8": "GOP/s"}
 
 
@@ -82,13 +81,15 @@ class EngineRounds:
         return statistics.median(first / second for first, second in pairs)
 
 
-def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+def main(
+    options: argparse.Namespace, console: Console, command: str, sizes: RateSizes = SIZES
+) -> list[ResultRow]:
     """Measure the engines. Raises ValueError for bad options."""
     threads = options.threads or len(os.sched_getaffinity(0))
     cases = plan_cases(options)
     with open_model(options.model) as model:
         variants = plan_variants(model, options.cpu_kernels, options.quantize)
-        rounds = measure_rounds(model, variants, cases, threads, options.rounds)
+        rounds = measure_rounds(model, variants, cases, threads, options.rounds, sizes)
         rows = [
             *_rate_rows(rounds.median_rates(), threads, command),
             *_step_rows(rounds, model, variants, cases, command),
@@ -106,7 +107,8 @@ def plan_cases(options: argparse.Namespace) -> list[EngineCase]:
         for text in (options.batches, options.prompts)
     )
     if min(*counts, *batches, *prompts) < 1 or not batches + prompts:
-        raise ValueError("--batches, --prompts, --context, --steps and --rounds are 1 or more")
+        names = "--batches, --prompts, --context, --steps, --rounds and --threads"
+        raise ValueError(f"{names} must be 1 or more")
     decode = [DecodeCase(batch, options.context, options.steps) for batch in batches]
     return [*decode, *(PrefillCase(tokens) for tokens in prompts)]
 
@@ -136,7 +138,7 @@ def measure_rounds(
     cases: Sequence[EngineCase],
     threads: int,
     count: int,
-    read_bytes: int = _READ_BYTES,
+    sizes: RateSizes,
 ) -> EngineRounds:
     """Measure rates and steps in turn, `count` times after a round that does not count."""
     rounds = EngineRounds()
@@ -147,7 +149,7 @@ def measure_rounds(
         for variant, engine in engines.items():
             engine.submit(worker.load_engine, model, variant, threads, cache_bytes).result()
         for number in range(count + 1):
-            rates = machine.submit(worker.measure_machine, model, threads, read_bytes).result()
+            rates = machine.submit(worker.measure_machine, model, threads, sizes).result()
             seconds = _time_cases(engines, cases)
             if number:
                 rounds.rates.append(rates)

@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from typing import Any, get_args
 
 from baton.models.model_identity import UNQUANTIZED, Quantization
-from benchmarks.cpu.rates import CpuRates, measure_rates
+from benchmarks.cpu.rates import CpuRates, RateSizes, measure_rates
 from benchmarks.device.engine_loads import EngineSizes, LoadedEngine, time_decode, time_prefill
 from benchmarks.device.section_run import MeasuredModel
 from benchmarks.device.step_bounds import list_layer_products
@@ -122,6 +122,6 @@ def time_case(case: EngineCase) -> float:
     return time_decode(loaded, case.batch, case.context, case.steps)
 
 
-def measure_machine(model: MeasuredModel, threads: int, read_bytes: int) -> CpuRates:
+def measure_machine(model: MeasuredModel, threads: int, sizes: RateSizes) -> CpuRates:
     """Measure what the cores reach, also at the products of the model."""
-    return measure_rates(threads, list_layer_products(model.config), read_bytes)
+    return measure_rates(threads, list_layer_products(model.config), sizes)

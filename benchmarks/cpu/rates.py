@@ -12,14 +12,23 @@ from benchmarks.device.step_bounds import ProductShape, StepRates
 from benchmarks.device.timing import time_call
 from kv_kernels.native.library import NativeLibrary, load_library
 
-_READ_BYTES = 512 << 20  # of all threads: more than the CPU caches hold
 _HUGE_PAGE = 2 << 20
 _READ_PASSES = 4  # over the bytes of a thread in one round
 _READ_ROUNDS = 5
-_SQUARE = ProductShape("square", 2048, 2048)
-_PRODUCT_TOKENS = (512, 2048)
 _PRODUCT_ROUNDS = 3
 PRECISIONS = ("bfloat16", "int8", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class RateSizes:
+    """What the rates are measured with."""
+
+    read_bytes: int = 512 << 20  # of all threads: more than the CPU caches hold
+    product_tokens: tuple[int, ...] = (512, 2048)
+    square: int = 2048  # rows and columns of a weight that is measured beside those of the model
+
+
+SIZES = RateSizes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +43,20 @@ class CpuRates:
         return StepRates(self.read_bytes, self.products[precision])
 
 
-def measure_rates(
-    threads: int, shapes: Sequence[ProductShape], read_bytes: int = _READ_BYTES
-) -> CpuRates:
+def measure_rates(threads: int, shapes: Sequence[ProductShape], sizes: RateSizes) -> CpuRates:
     """Measure all rates, each as the best of a few rounds.
 
     `shapes` are the products of the model: one of them may be faster than a square one.
     """
+    weights = (ProductShape("square", sizes.square, sizes.square), *shapes)
     products = {
-        precision: measure_product_rate(threads, precision, (_SQUARE, *shapes))
+        precision: measure_product_rate(threads, precision, weights, sizes.product_tokens)
         for precision in PRECISIONS
     }
-    return CpuRates(measure_read_rate(threads, read_bytes), products)
+    return CpuRates(measure_read_rate(threads, sizes.read_bytes), products)
 
 
-def measure_read_rate(threads: int, total_bytes: int = _READ_BYTES) -> float:
+def measure_read_rate(threads: int, total_bytes: int) -> float:
     """Return the bytes per second that the threads read together, each in two streams.
 
     The memory lies in huge pages if the system grants them, as weights do that are packed for
@@ -106,12 +114,14 @@ def _plan_read(area: torch.Tensor) -> Callable[[], object]:
     return lambda: torch.dot(left, right)
 
 
-def measure_product_rate(threads: int, precision: str, shapes: Iterable[ProductShape]) -> float:
+def measure_product_rate(
+    threads: int, precision: str, shapes: Iterable[ProductShape], token_counts: Iterable[int]
+) -> float:
     """Return the operations per second of torch's fastest product of matrices of these shapes."""
     torch.set_num_threads(threads)
     best = 0.0
     for shape in shapes:
-        for tokens in _PRODUCT_TOKENS:
+        for tokens in token_counts:
             product = _plan_product(precision, tokens, shape)
             product()
             seconds = min(time_call(product) for _ in range(_PRODUCT_ROUNDS))
