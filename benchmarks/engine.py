@@ -1,143 +1,240 @@
-"""`engine`: how fast the model computes, relative to the matrix products of the same run.
+"""`engine`: how fast a CPU computes a model, as shares of what its cores can do.
 
-The model has the shape of a 0.5B Llama with random weights, in bf16, in this process. `limit` is
-the time of a step's matrix products alone, at the rate of one packed layer over weights that no
-cache holds. Attention, normalisation, sampling and Python are what a step needs beyond it. Step and
-products take turns, so that other load affects both.
+The run first measures the cores at one thing alone: reading memory in two streams each, and matrix
+products by torch. The least time of a step is the greater of its bytes at the read rate and its
+operations at the rate of products; the share of a step is this least time over its own. Decode
+steps read the weights and the KV of their sequences; a prefill step computes a whole prompt.
+
+Native kernels stand beside torch's, and int8 beside the model's own dtype. Each is an engine in a
+process of its own, with the environment of a node. Rates and engines take turns in every round, so
+that other load affects all of them; figures are medians of the rounds.
 """
 
 import argparse
-import json
-import mmap
-import random
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 
-import torch
 from rich.console import Console
 
-from baton.types import BlockIndex, SamplingParams
-from benchmarks.figures.report import ResultRow, make_row, print_rows
-from kv_kernels.dispatch import kernels_for
-from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.model.common.base_engine import BaseEngine
-from node_engine.model.model_loader import load_model_engine
+from baton.models.model_identity import UNQUANTIZED
+from benchmarks.cpu import engine_worker as worker
+from benchmarks.cpu.engine_worker import DecodeCase, EngineCase, EngineVariant, PrefillCase
+from benchmarks.cpu.rates import SIZES, CpuRates, RateSizes, describe_reading
+from benchmarks.cpu.shapes import MODEL_HELP, open_model
+from benchmarks.device.section_run import MeasuredModel
+from benchmarks.device.step_bounds import StepBounds
+from benchmarks.figures.report import ResultRow, make_row, make_time_row, print_rows
 
-HELP = "what a prefill chunk and a decode step take, against the machine's rate of matrix products"
-CONTEXT = 512  # tokens
-DECODE_BATCHES = (1, 8, 16)
-_HIDDEN, _INNER, _LAYERS, _HEADS, _KV_HEADS, _VOCABULARY = 896, 4864, 24, 14, 2, 32768
-_LAYER_WEIGHTS = _HIDDEN * (2 * _HIDDEN + 2 * _KV_HEADS * _HIDDEN // _HEADS + 3 * _INNER)
-_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-_PROJECTION_COPIES = 12  # of one projection: 105 MB, beyond any cache
+HELP = "decode and prefill steps on a CPU, as shares of its rates of reading and of products"
+_CACHE_RESERVE = 1.5  # times the tokens that the largest case holds
+_UNITS = {"bfloat16": "GFLOP/s", "float32": "GFLOP/s", "int8": "GOP/s"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="small", help=f"{MODEL_HELP} (default small)")
     parser.add_argument(
-        "--threads", type=int, default=1, help="of torch (default 1, as when nodes share cores)"
+        "--threads", type=int, default=0, help="compute threads (default: one for each core)"
     )
     parser.add_argument(
-        "--rounds", type=int, default=5, help="the best of these counts (default 5)"
+        "--cpu-kernels", default="", help="of native,torch (default: those that this CPU runs)"
+    )
+    parser.add_argument(
+        "--quantize", default="none", help="of none,int8: one engine for each (default none)"
+    )
+    parser.add_argument("--batches", default="1,4,8,16", help="of decode steps (default 1,4,8,16)")
+    parser.add_argument(
+        "--context", type=int, default=160, help="tokens of each sequence that decodes (160)"
+    )
+    parser.add_argument(
+        "--prompts", default="512,2048", help="tokens of prefill steps (default 512,2048)"
+    )
+    parser.add_argument("--steps", type=int, default=16, help="decode steps in a round (16)")
+    parser.add_argument("--rounds", type=int, default=5, help="medians of these count (5)")
+
+
+@dataclass
+class EngineRounds:
+    """What was measured so far: one figure of each round, in the same order everywhere."""
+
+    rates: list[CpuRates] = field(default_factory=list)
+    seconds: dict[tuple[EngineVariant, EngineCase], list[float]] = field(
+        default_factory=lambda: defaultdict(list)
     )
 
+    def median_rates(self) -> CpuRates:
+        return CpuRates(
+            statistics.median(rates.read_bytes for rates in self.rates),
+            {
+                precision: statistics.median(rates.products[precision] for rates in self.rates)
+                for precision in self.rates[0].products
+            },
+        )
 
-def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
-    rows = measure_engine(command, options.threads, options.rounds)
-    print_rows(console, "engine", rows)
+    def compare(self, case: EngineCase, slower: EngineVariant, faster: EngineVariant) -> float:
+        """Return how many times as fast `faster` is: the median over the rounds."""
+        pairs = zip(self.seconds[slower, case], self.seconds[faster, case], strict=True)
+        return statistics.median(first / second for first, second in pairs)
+
+
+def main(
+    options: argparse.Namespace, console: Console, command: str, sizes: RateSizes = SIZES
+) -> list[ResultRow]:
+    """Measure the engines. Raises ValueError for bad options."""
+    threads = options.threads or len(os.sched_getaffinity(0))
+    cases = plan_cases(options)
+    with open_model(options.model) as model:
+        variants = plan_variants(model, options.cpu_kernels, options.quantize)
+        rounds = measure_rounds(model, variants, cases, threads, options.rounds, sizes)
+        rows = [
+            *_rate_rows(rounds.median_rates(), threads, command),
+            *_step_rows(rounds, model, variants, cases, command),
+            *_ratio_rows(rounds, variants, cases, command),
+        ]
+    print_rows(console, f"engine: {options.model}, {threads} threads", rows)
     return rows
 
 
-def measure_engine(command: str, threads: int = 1, rounds: int = 5) -> list[ResultRow]:
-    """Return prefill throughput, and the time of a decode step at several batch sizes."""
-    with TemporaryDirectory() as folder:
-        engine = _load_engine(Path(folder), threads)
-    chunk = StepBatch((_make_slice(0, CONTEXT, 0),))
-    seconds, bound = _measure_step(engine, chunk, rounds)
+def plan_cases(options: argparse.Namespace) -> list[EngineCase]:
+    """Return the steps to measure. Raises ValueError."""
+    counts = (options.rounds, options.steps, options.context, options.threads + 1)
+    batches, prompts = (
+        [int(word) for word in text.split(",") if word]
+        for text in (options.batches, options.prompts)
+    )
+    if min(*counts, *batches, *prompts) < 1 or not batches + prompts:
+        names = "--batches, --prompts, --context, --steps, --rounds and --threads"
+        raise ValueError(f"{names} must be 1 or more")
+    decode = [DecodeCase(batch, options.context, options.steps) for batch in batches]
+    return [*decode, *(PrefillCase(tokens) for tokens in prompts)]
+
+
+def plan_variants(model: MeasuredModel, kernels: str, quantize: str) -> list[EngineVariant]:
+    """Return the engines to measure. Raises ValueError for unknown kernels or quantization."""
+    available = worker.list_kernels()
+    chosen = [name for name in kernels.split(",") if name] or available
+    quantizations = [name for name in quantize.split(",") if name]
+    if unavailable := sorted(set(chosen) - set(available)):
+        raise ValueError(
+            f"--cpu-kernels {','.join(unavailable)}: this CPU has {', '.join(available)}"
+        )
+    known = worker.list_quantizations()
+    if not quantizations or not set(quantizations) <= set(known):
+        raise ValueError(f"--quantize {quantize!r}: there are {', '.join(known)}")
+    return [
+        EngineVariant(name, model.dtype, quantization)
+        for name in chosen
+        for quantization in quantizations
+    ]
+
+
+def measure_rounds(
+    model: MeasuredModel,
+    variants: Sequence[EngineVariant],
+    cases: Sequence[EngineCase],
+    threads: int,
+    count: int,
+    sizes: RateSizes,
+) -> EngineRounds:
+    """Measure rates and steps in turn, `count` times after a round that does not count."""
+    rounds = EngineRounds()
+    with ExitStack() as stack:
+        machine = stack.enter_context(worker.start_worker())
+        engines = {variant: stack.enter_context(worker.start_worker()) for variant in variants}
+        cache_bytes = _choose_cache_bytes(model, cases)
+        for variant, engine in engines.items():
+            engine.submit(worker.load_engine, model, variant, threads, cache_bytes).result()
+        for number in range(count + 1):
+            rates = machine.submit(worker.measure_machine, model, threads, sizes).result()
+            seconds = _time_cases(engines, cases)
+            if number:
+                rounds.rates.append(rates)
+                for key, value in seconds.items():
+                    rounds.seconds[key].append(value)
+    return rounds
+
+
+def _time_cases(
+    engines: dict[EngineVariant, Executor], cases: Sequence[EngineCase]
+) -> dict[tuple[EngineVariant, EngineCase], float]:
+    return {
+        (variant, case): engine.submit(worker.time_case, case).result()
+        for case in cases
+        for variant, engine in engines.items()
+    }
+
+
+def _choose_cache_bytes(model: MeasuredModel, cases: Sequence[EngineCase]) -> int:
+    tokens = [
+        case.tokens if isinstance(case, PrefillCase) else case.batch * (case.context + case.steps)
+        for case in cases
+    ]
+    return int(_CACHE_RESERVE * max(tokens) * model.bounds.kv_token_bytes)
+
+
+def _rate_rows(rates: CpuRates, threads: int, command: str) -> list[ResultRow]:
+    note = f"{threads} threads"
     rows = [
         make_row(
-            f"engine/prefill_{CONTEXT}", CONTEXT / seconds, "tokens/s", command, CONTEXT / bound
+            "engine/read",
+            rates.read_bytes / 1e9,
+            "GB/s",
+            command,
+            note=f"{note}, {describe_reading()}",
         )
     ]
-    for size in DECODE_BATCHES:
-        batch = StepBatch(
-            tuple(_make_slice(sequence, 1, CONTEXT - 1 - sequence) for sequence in range(size))
-        )
-        seconds, bound = _measure_step(engine, batch, rounds)
-        rows.append(
-            make_row(
-                f"engine/decode_{CONTEXT}_batch_{size}", seconds * 1e3, "ms", command, bound * 1e3
-            )
-        )
+    for precision, rate in rates.products.items():
+        name = f"engine/products_{worker.short_name(precision)}"
+        rows.append(make_row(name, rate / 1e9, _UNITS[precision], command, note=f"{note}, torch"))
     return rows
 
 
-def _load_engine(folder: Path, threads: int) -> BaseEngine:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _INNER,
-        "num_hidden_layers": _LAYERS,
-        "num_attention_heads": _HEADS,
-        "num_key_value_heads": _KV_HEADS,
-        "vocab_size": _VOCABULARY,
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    engine = load_model_engine(folder, device="cpu", load_format="dummy", threads=threads)
-    blocks = max(DECODE_BATCHES) * engine.layout.count_blocks(CONTEXT)
-    engine.bind_cache(memoryview(mmap.mmap(-1, blocks * engine.layout.block_bytes)), blocks)
-    return engine
+def _step_rows(
+    rounds: EngineRounds,
+    model: MeasuredModel,
+    variants: Sequence[EngineVariant],
+    cases: Sequence[EngineCase],
+    command: str,
+) -> list[ResultRow]:
+    """Milliseconds of a step beside the least possible ones."""
+    rows = []
+    rates = rounds.median_rates()
+    for variant in variants:
+        bounds = StepBounds(model.config, variant.dtype, variant.quantization)
+        of_steps = rates.of_steps(variant.precision)
+        for case in cases:
+            seconds = statistics.median(rounds.seconds[variant, case])
+            if isinstance(case, PrefillCase):
+                tokens, least = case.tokens, bounds.bound_prefill(case.tokens, of_steps)
+            else:
+                tokens = case.batch
+                least = bounds.bound_decode(case.batch, case.context, of_steps)
+            name, note = f"engine/{variant.name}/{case.name}", f"{tokens / seconds:,.0f} tokens/s"
+            rows.append(make_time_row(name, seconds * 1e3, "ms", command, least * 1e3, note))
+    return rows
 
 
-def _make_slice(sequence: int, count: int, start: int) -> SequenceSlice:
-    blocks = CONTEXT // 16
-    table = [BlockIndex(n) for n in range(sequence * blocks, (sequence + 1) * blocks)]
-    tokens = tuple(random.Random(sequence).choices(range(_VOCABULARY), k=count))
-    return SequenceSlice(
-        SequenceId(sequence), tokens, start, table, SampleSpec(_GREEDY, 0, start + count)
-    )
-
-
-def _measure_step(engine: BaseEngine, batch: StepBatch, rounds: int) -> tuple[float, float]:
-    """Return the seconds of the step and of its matrix products at the rate of one packed layer."""
-    tokens, sampled = batch.num_tokens, len(batch.slices)
-    layers, last = _matrix_products(tokens), _matrix_products(sampled)
-    step: list[float] = []
-    per_weight: list[tuple[float, float]] = []
-    for _ in range(rounds + 1):
-        step.append(_timed(lambda: engine.run(batch)))
-        per_weight.append((_timed(layers), _timed(last)))
-    seconds, at_tokens, at_sampled = (
-        min(column[1:]) for column in (step, *zip(*per_weight, strict=True))
-    )
-    # Except for its KV, the last layer is computed only for sampled rows, as is the output layer.
-    weights = (
-        _LAYER_WEIGHTS * (_LAYERS - 1 + sampled / tokens) * at_tokens
-        + _HIDDEN * _VOCABULARY * at_sampled
-    )
-    return seconds, weights / (_PROJECTION_COPIES * _INNER * _HIDDEN)
-
-
-def _matrix_products(rows: int) -> Callable[[], None]:
-    linear = kernels_for(torch.device("cpu")).make_linear
-    layers: Sequence[Callable[[torch.Tensor], torch.Tensor]] = [
-        linear(torch.randn(_INNER, _HIDDEN, dtype=torch.bfloat16), None)
-        for _ in range(_PROJECTION_COPIES)
-    ]
-    x = torch.randn(rows, _HIDDEN, dtype=torch.bfloat16)
-
-    @torch.inference_mode()
-    def once() -> None:
-        for layer in layers:
-            layer(x)
-
-    return once
-
-
-def _timed(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+def _ratio_rows(
+    rounds: EngineRounds,
+    variants: Sequence[EngineVariant],
+    cases: Sequence[EngineCase],
+    command: str,
+) -> list[ResultRow]:
+    """How many times as fast a variant is as the same one with torch, and without quantization."""
+    rows = []
+    for variant in variants:
+        for other, suffix in (
+            (replace(variant, kernels="torch"), "torch"),
+            (replace(variant, quantization=UNQUANTIZED), worker.short_name(variant.dtype)),
+        ):
+            if other == variant or other not in variants:
+                continue
+            for case in cases:
+                name = f"engine/{variant.name}/{case.name}_of_{suffix}"
+                value = rounds.compare(case, slower=other, faster=variant)
+                rows.append(make_row(name, value, "times as fast", command))
+    return rows

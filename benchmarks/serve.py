@@ -5,6 +5,11 @@ recorded trace. Every cell sends new prompts, so that no cache helps; the prompt
 among themselves exactly the prefixes that the trace states. TTFT, TPOT and ITL are measured at the
 client; unless the loop is closed, they count from the time at which a request was due. A sweep is a
 series of closed loops with growing concurrency, drawn as a picture.
+
+With --server and --baton, servers are compared instead: running ones, and clusters that are started
+with `baton up`'s settings. Each has a turn in every round, in which the others are paused or down,
+and plays the same cells with new prompts. A cell in which other processes use the CPUs is repeated.
+Figures are medians of the rounds, and ratios to the servers that --of names.
 """
 
 import argparse
@@ -31,6 +36,7 @@ from benchmarks.load.completions_client import CompletionsClient
 from benchmarks.load.http_stream import HttpError, parse_url
 from benchmarks.load.measurement import CellResult, evaluate_cell
 from benchmarks.load.run_load import LoadPattern, run_load
+from benchmarks.peers import command as peers
 from benchmarks.scenarios import concurrency_sweep as sweep
 
 HELP = "latency, throughput and goodput of any OpenAI-compatible endpoint"
@@ -54,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_load_arguments(parser)
     _add_trace_arguments(parser)
     _add_sweep_arguments(parser)
+    peers.add_arguments(parser)
     parser.add_argument(
         "--seed", default="", help="fixes lengths, arrivals and prompts; fresh by default"
     )
@@ -139,6 +146,8 @@ def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run_cells(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
     """Run all cells. Raises ValueError for bad options or an unusable endpoint."""
+    if options.server or options.baton:
+        return await peers.compare_servers(options, console, command)
     slo = parse_slo(options.slo)
     bound = parse_slo(f"ttft={options.ttft_slo}").ttft_seconds if options.ttft_slo else None
     seed = options.seed or secrets.token_hex(8)

@@ -128,15 +128,15 @@ def time_decode(
     return statistics.median(spans[_WARM_UP_STEPS - 1 :])
 
 
-def time_prefill(loaded: LoadedEngine, tokens: int, rounds: int = 5) -> float:
+def time_prefill(loaded: LoadedEngine, tokens: int, rounds: int = 5, warm_up: int = 2) -> float:
     """Median seconds of a step with one prompt, until its token is known."""
     seconds = []
-    for _ in range(rounds + 2):
+    for _ in range(rounds + warm_up):
         batch = StepBatch((loaded.make_chunk(tokens),))
         started = time.perf_counter()
         loaded.engine.run(batch)
         seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[2:])
+    return statistics.median(seconds[warm_up:])
 
 
 def profile_decode(loaded: LoadedEngine, batch: int, context: int, steps: int = 8) -> StepProfile:

@@ -15,11 +15,17 @@ _SAMPLING = SamplingParams(max_tokens=1)
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceRates:
-    """What the device reaches in operations of one kind alone."""
+class StepRates:
+    """The rates that bound a step, each reached by operations of one kind alone."""
 
-    read_bytes: float  # per second, from its memory
-    products: float  # operations per second of large products of bf16 matrices
+    read_bytes: float  # per second, from memory
+    products: float  # operations per second of large matrix products
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRates(StepRates):
+    """What a GPU reaches; its products are of bf16 matrices."""
+
     to_device_bytes: float  # per second, from pinned host memory
     to_host_bytes: float  # per second, to pinned host memory
 
@@ -53,7 +59,7 @@ class StepBounds:
     """Bounds of the steps of one model, by the same counts as the metrics MFU and MBU.
 
     A step takes at least as long as reading what it has to read, and as its operations at the rate
-    of bf16 products.
+    of products.
     """
 
     def __init__(
@@ -87,15 +93,15 @@ class StepBounds:
         """Bytes of the cache for each token of context."""
         return self._layout.token_bytes
 
-    def bound_decode(self, batch: int, context: int, rates: DeviceRates) -> float:
+    def bound_decode(self, batch: int, context: int, rates: StepRates) -> float:
         """Least seconds of a decode step of sequences with so many tokens of context."""
         return self._bound_slices([_make_slice(context - 1, 1)] * batch, rates)
 
-    def bound_prefill(self, tokens: int, rates: DeviceRates, prompts: int = 1) -> float:
+    def bound_prefill(self, tokens: int, rates: StepRates, prompts: int = 1) -> float:
         """Least seconds of the prefill of prompts that are computed together."""
         return self._bound_slices([_make_slice(0, tokens)] * prompts, rates)
 
-    def _bound_slices(self, slices: list[SequenceSlice], rates: DeviceRates) -> float:
+    def _bound_slices(self, slices: list[SequenceSlice], rates: StepRates) -> float:
         work = self._costs.measure_step(StepBatch(tuple(slices)))
         return max(work.memory_bytes / rates.read_bytes, work.flops / rates.products)
 
@@ -116,7 +122,7 @@ class ServedBound:
 
 
 def bound_served_row(
-    bounds: StepBounds, rates: DeviceRates, prompt: int, output: int, concurrency: int
+    bounds: StepBounds, rates: StepRates, prompt: int, output: int, concurrency: int
 ) -> ServedBound:
     """Bounds of `concurrency` requests that begin together and end together.
 

@@ -101,14 +101,26 @@ class CompletionsClient:
         for _ in range(len(_OPTIONAL_FIELDS) + 1):
             async with client._post(PlannedRequest(0.0, 4, 2, seed=1)) as response:
                 if response.status == 200:
-                    await response.read_body()
-                    return client
+                    return await client._drop_ignored_features(response)
                 answer = (await response.read_body()).decode(errors="replace")
             refused = client._find_refused_feature(answer)
             if response.status not in (400, 422) or refused is None:
                 raise ValueError(f"the endpoint answers {response.status}: {answer[:500]}")
             client = replace(client, features=replace(client.features, **{refused: False}))
         raise ValueError("the endpoint accepts no form of request that this client knows")
+
+    async def _drop_ignored_features(self, response: StreamedResponse) -> "CompletionsClient":
+        """Return a client that counts messages if the answer has text without token ids."""
+        measurement = RequestMeasurement(0.0, 2)
+        has_text = False
+        async for moment, data in read_events(response):
+            if data != _DONE:
+                event = _decode_event(data)
+                has_text |= any(choice.text for choice in event.choices)
+                _record_event(measurement, moment, event, self.features)
+        if measurement.token_arrivals or not has_text:
+            return self
+        return replace(self, features=replace(self.features, return_token_ids=False))
 
     def _find_refused_feature(self, answer: str) -> str | None:
         """Return the optional feature that an error names."""

@@ -38,20 +38,8 @@ async def fetch_endpoint_model(
     `declared` fills in what the endpoint does not state. Raises ValueError for a contradiction, for
     missing facts and for an unusable endpoint.
     """
-    path = "/models" if target.base_path.endswith("/v1") else "/v1/models"
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    models = await _fetch_models(target, api_key)
     address = f"{target.host}:{target.port}"
-    try:
-        async with http_stream.open_request(target, "GET", path, headers) as response:
-            body = await response.read_body()
-            if response.status != 200:
-                raise ValueError(
-                    f"{address} answers {response.status} to {path}: "
-                    f"{body[:200].decode(errors='replace')}"
-                )
-        models = msgspec.json.decode(body, type=_ModelList).data
-    except (OSError, HttpError, msgspec.DecodeError) as error:
-        raise ValueError(f"{address} does not state what it serves: {error}") from None
     served = next((listed for listed in models if model in ("", listed.id)), None)
     if served is None:
         raise ValueError(
@@ -70,6 +58,31 @@ async def fetch_endpoint_model(
             f"declare it with --declare {unknown[0]}=..., which is not verified"
         )
     return EndpointModel(served.id, known["dtype"], known["quantization"], served.model_digest)
+
+
+async def fetch_model_name(target: HttpTarget, api_key: str) -> str:
+    """Fetch the name of the first served model. Raises ValueError for an unusable endpoint."""
+    models = await _fetch_models(target, api_key)
+    if not models:
+        raise ValueError(f"{target.host}:{target.port} serves no model")
+    return models[0].id
+
+
+async def _fetch_models(target: HttpTarget, api_key: str) -> list[_ListedModel]:
+    path = "/models" if target.base_path.endswith("/v1") else "/v1/models"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    address = f"{target.host}:{target.port}"
+    try:
+        async with http_stream.open_request(target, "GET", path, headers) as response:
+            body = await response.read_body()
+            if response.status != 200:
+                raise ValueError(
+                    f"{address} answers {response.status} to {path}: "
+                    f"{body[:200].decode(errors='replace')}"
+                )
+        return msgspec.json.decode(body, type=_ModelList).data
+    except (OSError, HttpError, msgspec.DecodeError) as error:
+        raise ValueError(f"{address} does not state what it serves: {error}") from None
 
 
 def require_same_model(models: Mapping[str, EndpointModel]) -> None:

@@ -24,4 +24,5 @@ PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
     ),
     "kvn_pack": (ctypes.c_int32, (ctypes.c_void_p,)),
+    "kvn_read_two_streams": (ctypes.c_int64, (ctypes.c_void_p, ctypes.c_int64)),
 }

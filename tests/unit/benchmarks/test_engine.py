@@ -1,28 +1,108 @@
+"""`bench engine`: a small slice of the run, its options, and what its figures say."""
+
+import io
+import statistics
+from argparse import Namespace
+from pathlib import Path
+
 import pytest
+from rich.console import Console
 
 from benchmarks import engine
+from benchmarks.__main__ import make_parser
+from benchmarks.clusters.llama_folders import LLAMA_TINY, write_llama_folder
+from benchmarks.cpu.engine_worker import DecodeCase, EngineVariant, PrefillCase
+from benchmarks.cpu.rates import CpuRates, RateSizes
+from benchmarks.cpu.shapes import SHAPES, open_model
+
+BF16 = EngineVariant("native", "bfloat16", "none")
+INT8 = EngineVariant("native", "bfloat16", "int8")
+TORCH = EngineVariant("torch", "bfloat16", "none")
+STEP = DecodeCase(batch=4, context=160, steps=16)
 
 
-def test_every_figure_stands_beside_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = {
-        "_HIDDEN": 32,
-        "_INNER": 64,
-        "_LAYERS": 2,
-        "_HEADS": 4,
-        "_VOCABULARY": 64,
-        "_LAYER_WEIGHTS": 9000,
+def parse(*words: str) -> Namespace:
+    return make_parser({"engine": engine}).parse_args(["engine", *words])
+
+
+def test_every_step_stands_beside_the_least_possible_time(tmp_path: Path) -> None:
+    folder = write_llama_folder(tmp_path / "model", LLAMA_TINY | {"torch_dtype": "bfloat16"})
+    options = parse(
+        *("--model", str(folder), "--cpu-kernels", "torch", "--threads", "1"),
+        *("--batches", "1,2", "--context", "16", "--steps", "2", "--prompts", "32", "--rounds=1"),
+    )
+    sizes = RateSizes(read_bytes=4 << 20, product_tokens=(16,), square=64)
+    rows = engine.main(options, Console(file=io.StringIO()), "some command", sizes)
+    units = {row.name: row.unit for row in rows}
+    assert units == {
+        "engine/read": "GB/s",
+        "engine/products_bf16": "GFLOP/s",
+        "engine/products_int8": "GOP/s",
+        "engine/products_fp32": "GFLOP/s",
+        "engine/torch/bf16/decode_1": "ms",
+        "engine/torch/bf16/decode_2": "ms",
+        "engine/torch/bf16/prefill_32": "ms",
     }
-    for name, value in tiny.items():
-        monkeypatch.setattr(engine, name, value)
-    rows = engine.measure_engine("some command", rounds=1)
-    assert [row.name for row in rows] == [
-        "engine/prefill_512",
-        "engine/decode_512_batch_1",
-        "engine/decode_512_batch_8",
-        "engine/decode_512_batch_16",
-    ]
-    assert [row.unit for row in rows] == ["tokens/s", "ms", "ms", "ms"]
-    for row in rows:
+    assert all(row.value > 0 for row in rows)
+    for row in rows[4:]:
         assert row.limit
-        assert row.share == pytest.approx(row.value / row.limit)
-        assert row.command == "some command"
+        assert row.share == pytest.approx(row.limit / row.value)
+
+
+def test_the_least_time_is_of_bytes_or_of_operations() -> None:
+    """The model `small` reads 774.5 MB in a decode step, and the KV of its sequences."""
+    rates = CpuRates(70e9, {"bfloat16": 424e9, "int8": 720e9, "float32": 190e9})
+    cases = [DecodeCase(1, 160, 16), DecodeCase(16, 160, 16), PrefillCase(512)]
+    rounds = engine.EngineRounds([rates])
+    for case in cases:
+        rounds.seconds[BF16, case].append(0.1)
+    with open_model("small") as model:
+        rows = engine._step_rows(rounds, model, [BF16], cases, "command")
+    at_one, at_sixteen, prefill = [row.limit for row in rows]
+    assert at_one == pytest.approx(774.5 / 70, rel=0.01)
+    assert at_sixteen == pytest.approx(16 * 774.2 / 424, rel=0.03)
+    assert prefill == pytest.approx(512 * 715.8 / 424, rel=0.05)
+
+
+def test_variants_are_compared_round_by_round() -> None:
+    """Other load slows down both in a round: the ratio does not change."""
+    rounds = engine.EngineRounds()
+    rounds.seconds[BF16, STEP] += [0.02, 0.2, 0.03]
+    rounds.seconds[INT8, STEP] += [0.01, 0.1, 0.01]
+    rounds.seconds[TORCH, STEP] += [0.06, 0.6, 0.06]
+    rows = engine._ratio_rows(rounds, [BF16, INT8, TORCH], [STEP], "command")
+    assert {row.name: row.value for row in rows} == {
+        "engine/native/bf16/decode_4_of_torch": pytest.approx(3.0),
+        "engine/native/int8/decode_4_of_bf16": pytest.approx(2.0),
+    }
+
+
+def test_rates_are_medians_of_the_rounds() -> None:
+    rates = [CpuRates(read, {"int8": read * 2}) for read in (3.0, 1.0, 2.0)]
+    found = engine.EngineRounds(rates).median_rates()
+    assert (found.read_bytes, found.products["int8"]) == (2.0, statistics.median((6.0, 2.0, 4.0)))
+
+
+def test_named_shapes_have_the_parameters_of_their_description() -> None:
+    for name, layers, table in (("tiny", 17.3e6, 3.1e6), ("small", 357.8e6, 29.4e6)):
+        with open_model(name) as model:
+            resident = model.bounds.resident_bytes / 2
+        tables = 1 if SHAPES[name]["tie_word_embeddings"] else 2
+        assert resident == pytest.approx(layers + tables * table, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--batches", "0"), "--batches"),
+        (("--batches", "", "--prompts", ""), "--batches"),
+        (("--rounds", "0"), "--rounds"),
+        (("--threads", "-1"), "--threads"),
+        (("--cpu-kernels", "fast"), "--cpu-kernels fast: this CPU has"),
+        (("--quantize", "int3"), "--quantize 'int3': there are none"),
+        (("--model", "nowhere"), "neither a folder with a config.json nor tiny, small"),
+    ],
+)
+def test_malformed_options_are_rejected(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.main(parse(*words), Console(file=io.StringIO()), "command")

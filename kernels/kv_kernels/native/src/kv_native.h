@@ -30,3 +30,7 @@ KVN_EXPORT uint32_t kvn_cpu_features();
 // Let kernels use only the features in `mask`, so that one machine can test every variant. A later
 // call replaces the mask; no mask adds a feature that the CPU does not have.
 KVN_EXPORT void kvn_limit_cpu_features(uint32_t mask);
+
+// Read `bytes` bytes at `data`, a multiple of 128 aligned to 64, as two sequential streams at once,
+// and return their sum as 64-bit numbers. Measures what the calling core can read from memory.
+KVN_EXPORT int64_t kvn_read_two_streams(const void* data, int64_t bytes);

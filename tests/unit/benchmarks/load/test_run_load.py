@@ -141,6 +141,19 @@ async def test_probe_gives_up_what_the_endpoint_refuses_and_nothing_else(
     assert len(endpoint.bodies[-1]["prompt"].split()) == 5
 
 
+async def test_messages_count_where_token_ids_are_ignored(
+    endpoint: FakeCompletionsEndpoint,
+) -> None:
+    async def ignore(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        await stream(body | {"return_token_ids": False}, writer)
+
+    endpoint.reply = ignore
+    client = await endpoint.client.probe_features()
+    assert not client.features.return_token_ids
+    seen = await client.measure_request(PlannedRequest(0.0, 5, 4, seed=4), due=0.0)
+    assert (seen.error, seen.received_tokens) == ("", 4)
+
+
 async def test_probe_tells_what_it_cannot_work_around(endpoint: FakeCompletionsEndpoint) -> None:
     endpoint.reply = refuse("model", stream)
     with pytest.raises(ValueError, match=r"answers 400: .*model"):

@@ -1,0 +1,127 @@
+"""Measures steps of one engine, in a process of its own that runs as a node does.
+
+Engines that share a process would share its thread pools, and disturb each other.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from multiprocessing import get_context
+from typing import Any, get_args
+
+from baton.models.model_identity import UNQUANTIZED, Quantization
+from benchmarks.cpu.rates import CpuRates, RateSizes, measure_rates
+from benchmarks.device.engine_loads import EngineSizes, LoadedEngine, time_decode, time_prefill
+from benchmarks.device.section_run import MeasuredModel
+from benchmarks.device.step_bounds import list_layer_products
+from kv_kernels.native.library import NativeLibrary, load_library
+from node_engine.model.model_loader import load_model_engine
+
+_WARM_UP_TOKENS = 512
+_INT8, _NATIVE, _TORCH = "int8", "native", "torch"
+_KERNEL_OPTION = "cpu_kernels"  # of load_model_engine, which chooses between kernels of a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class EngineVariant:
+    """One way to compute the steps of a model."""
+
+    kernels: str  # native or torch
+    dtype: str  # of the model, which quantization leaves for the rest
+    quantization: str
+
+    @property
+    def precision(self) -> str:
+        """The precision of the products of layers."""
+        return self.dtype if self.quantization == UNQUANTIZED else self.quantization
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernels}/{short_name(self.precision)}"
+
+
+def short_name(precision: str) -> str:
+    """Return the name of a precision in figures."""
+    return {"bfloat16": "bf16", "float32": "fp32"}.get(precision, precision)
+
+
+def list_quantizations() -> list[str]:
+    """Return the quantizations that a CPU computes in."""
+    return [name for name in get_args(Quantization) if name in (UNQUANTIZED, _INT8)]
+
+
+def list_kernels() -> list[str]:
+    """Return the kernels that engines on this CPU can choose, the default ones first."""
+    has_choice = _KERNEL_OPTION in signature(load_model_engine).parameters
+    is_native = has_choice and isinstance(load_library(), NativeLibrary)
+    return [_NATIVE, _TORCH] if is_native else [_TORCH]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCase:
+    """Decode steps: one token of each sequence."""
+
+    batch: int
+    context: int  # tokens of each sequence, in the mean over the steps
+    steps: int  # in one round
+
+    @property
+    def name(self) -> str:
+        return f"decode_{self.batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCase:
+    """A step that computes a whole prompt."""
+
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"prefill_{self.tokens}"
+
+
+EngineCase = DecodeCase | PrefillCase
+
+
+@contextmanager
+def start_worker() -> Iterator[Executor]:
+    """Run one process, in which each call of the functions below takes its turn."""
+    # As `baton up` sets it: threads that wait would spin on the cores of another engine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
+        yield worker
+
+
+class _ProcessEngine:
+    """The engine of this process."""
+
+    loaded: LoadedEngine | None = None
+
+
+def load_engine(
+    model: MeasuredModel, variant: EngineVariant, threads: int, cache_bytes: int
+) -> None:
+    """Load the engine that the next calls in this process measure."""
+    options: dict[str, Any] = {"threads": threads, "quantize": variant.quantization}
+    if list_kernels() != [_TORCH]:
+        options[_KERNEL_OPTION] = variant.kernels
+    sizes = EngineSizes(max_batched_tokens=_WARM_UP_TOKENS, cache_bytes=cache_bytes)
+    _ProcessEngine.loaded = LoadedEngine(model, "cpu", sizes, **options)
+
+
+def time_case(case: EngineCase) -> float:
+    """Return the median seconds of a step."""
+    loaded = _ProcessEngine.loaded
+    assert loaded is not None
+    if isinstance(case, PrefillCase):
+        return time_prefill(loaded, case.tokens, rounds=1, warm_up=0)
+    return time_decode(loaded, case.batch, case.context, case.steps)
+
+
+def measure_machine(model: MeasuredModel, threads: int, sizes: RateSizes) -> CpuRates:
+    """Measure what the cores reach, also at the products of the model."""
+    return measure_rates(threads, list_layer_products(model.config), sizes)

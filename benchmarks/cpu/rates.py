@@ -1,0 +1,139 @@
+"""What the cores of a machine reach at one thing alone: reading memory, and matrix products."""
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.device.step_bounds import ProductShape, StepRates
+from benchmarks.device.timing import time_call
+from kv_kernels.native.library import NativeLibrary, load_library
+
+_HUGE_PAGE = 2 << 20
+_READ_PASSES = 4  # over the bytes of a thread in one round
+_READ_ROUNDS = 5
+_PRODUCT_ROUNDS = 3
+PRECISIONS = ("bfloat16", "int8", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class RateSizes:
+    """What the rates are measured with."""
+
+    read_bytes: int = 512 << 20  # of all threads: more than the CPU caches hold
+    product_tokens: tuple[int, ...] = (512, 2048)
+    square: int = 2048  # rows and columns of a weight that is measured beside those of the model
+
+
+SIZES = RateSizes()
+
+
+@dataclass(frozen=True, slots=True)
+class CpuRates:
+    """Rates of the threads together, per second."""
+
+    read_bytes: float
+    products: dict[str, float]  # operations, by precision
+
+    def of_steps(self, precision: str) -> StepRates:
+        """The rates of steps whose products are of this precision."""
+        return StepRates(self.read_bytes, self.products[precision])
+
+
+def measure_rates(threads: int, shapes: Sequence[ProductShape], sizes: RateSizes) -> CpuRates:
+    """Measure all rates, each as the best of a few rounds.
+
+    `shapes` are the products of the model: one of them may be faster than a square one.
+    """
+    weights = (ProductShape("square", sizes.square, sizes.square), *shapes)
+    products = {
+        precision: measure_product_rate(threads, precision, weights, sizes.product_tokens)
+        for precision in PRECISIONS
+    }
+    return CpuRates(measure_read_rate(threads, sizes.read_bytes), products)
+
+
+def measure_read_rate(threads: int, total_bytes: int) -> float:
+    """Return the bytes per second that the threads read together, each in two streams.
+
+    The memory lies in huge pages if the system grants them, as weights do that are packed for
+    speed. Without the native library, scalar products of torch read it, which are slower.
+    """
+    torch.set_num_threads(1)  # of each thread below
+    areas = [_allocate(total_bytes // threads) for _ in range(threads)]
+    turns = threading.Barrier(threads + 1)
+
+    def read(once: Callable[[], object]) -> None:
+        for _ in range(_READ_ROUNDS):
+            turns.wait()
+            for _ in range(_READ_PASSES):
+                once()  # releases Python's lock
+            turns.wait()
+
+    readers = [threading.Thread(target=read, args=(_plan_read(area),)) for area in areas]
+    for reader in readers:
+        reader.start()
+    seconds = [_time_turn(turns) for _ in range(_READ_ROUNDS)]
+    for reader in readers:
+        reader.join()
+    return _READ_PASSES * sum(area.nbytes for area in areas) / min(seconds)
+
+
+def describe_reading() -> str:
+    """Say what reads memory in `measure_read_rate`."""
+    if isinstance(load_library(), NativeLibrary):
+        return "two streams a core, best of a few"
+    return "by torch.dot, which is slower than what is possible"
+
+
+def _time_turn(turns: threading.Barrier) -> float:
+    turns.wait()
+    started = time.perf_counter()
+    turns.wait()
+    return time.perf_counter() - started
+
+
+def _allocate(size: int) -> torch.Tensor:
+    """Return written memory, in huge pages where that is possible."""
+    area = mmap.mmap(-1, size // _HUGE_PAGE * _HUGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(area, dtype=torch.float32).fill_(1e-3)
+
+
+def _plan_read(area: torch.Tensor) -> Callable[[], object]:
+    """Return a call that reads the area as two streams at once."""
+    library = load_library()
+    if isinstance(library, NativeLibrary):
+        read = library.functions.kvn_read_two_streams
+        return lambda: read(area.data_ptr(), area.nbytes)
+    left, right = area.chunk(2)
+    return lambda: torch.dot(left, right)
+
+
+def measure_product_rate(
+    threads: int, precision: str, shapes: Iterable[ProductShape], token_counts: Iterable[int]
+) -> float:
+    """Return the operations per second of torch's fastest product of matrices of these shapes."""
+    torch.set_num_threads(threads)
+    best = 0.0
+    for shape in shapes:
+        for tokens in token_counts:
+            product = _plan_product(precision, tokens, shape)
+            product()
+            seconds = min(time_call(product) for _ in range(_PRODUCT_ROUNDS))
+            best = max(best, 2 * tokens * shape.elements / seconds)
+    return best
+
+
+def _plan_product(precision: str, tokens: int, shape: ProductShape) -> Callable[[], object]:
+    if precision == "int8":
+        left = torch.randint(-127, 128, (tokens, shape.columns), dtype=torch.int8)
+        right = torch.randint(-127, 128, (shape.rows, shape.columns), dtype=torch.int8).T
+        return lambda: torch._int_mm(left, right)
+    dtype = getattr(torch, precision)
+    inputs, weight = (torch.randn(n, shape.columns).to(dtype) for n in (tokens, shape.rows))
+    return lambda: torch.nn.functional.linear(inputs, weight)

@@ -1,0 +1,143 @@
+"""Measures every cell on every server, in turns, and repeats what other processes disturb."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from benchmarks.load.completions_client import CompletionsClient
+from benchmarks.load.endpoint_model import fetch_model_name
+from benchmarks.load.http_stream import HttpError, parse_url
+from benchmarks.load.request_plan import ClosedLoop, PlannedRequest
+from benchmarks.load.run_load import run_load
+from benchmarks.peers.cells import CellFigures, CellMedians, PeerCell, evaluate_cell
+from benchmarks.peers.processes import ForeignLoad
+from benchmarks.peers.systems import PeerSystem, RunningSystem
+
+_QUIET_SAMPLE_SECONDS = 1.0
+_WARM_UP_REQUESTS = 2  # with the first lengths of each workload, at the beginning of a turn
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSettings:
+    """How cells are measured."""
+
+    rounds: int
+    max_foreign_cores: float  # that other processes may use in a cell
+    attempts: int  # of a cell, while others disturb it
+    quiet_seconds: float  # to wait at most for a quiet machine, before each cell
+    cell_seconds: float  # of a cell at most
+    request_seconds: float  # of a request at most
+    vocabulary: int  # prompts use token ids below this
+    seed: str
+
+
+@dataclass
+class PeerRounds:
+    """Runs the rounds and collects their figures."""
+
+    settings: RoundSettings
+    cells: Sequence[PeerCell]
+    console: Console
+    _figures: dict[tuple[str, PeerCell], list[CellFigures]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    _disturbed: dict[tuple[str, PeerCell], int] = field(default_factory=lambda: defaultdict(int))
+    _missing: list[str] = field(default_factory=list)
+
+    async def measure_all(self, systems: Sequence[PeerSystem]) -> None:
+        """Give every system a turn in every round; another one begins each time.
+
+        Raises ValueError if a server cannot be reached.
+        """
+        for number in range(self.settings.rounds):
+            offset = number % len(systems)
+            for system in [*systems[offset:], *systems[:offset]]:
+                async with system.take_turn() as running:
+                    await self._measure_turn(system.name, running, number)
+
+    def collect(self) -> dict[str, dict[PeerCell, CellMedians]]:
+        """Return the medians of each system and cell that has figures."""
+        found: dict[str, dict[PeerCell, CellMedians]] = defaultdict(dict)
+        for (name, cell), figures in self._figures.items():
+            found[name][cell] = CellMedians(tuple(figures), self._disturbed[name, cell])
+        return found
+
+    def list_missing(self) -> list[str]:
+        """Return the cells that have no figures in a round."""
+        return self._missing
+
+    async def _measure_turn(self, name: str, running: RunningSystem, number: int) -> None:
+        client = await self._connect(name, running)
+        for workload in dict.fromkeys(cell.workload for cell in self.cells):
+            for count in range(_WARM_UP_REQUESTS):
+                salt = f"{self.settings.seed}/warm/{number}/{name}"
+                request = PlannedRequest(0.0, workload.prompt, workload.output, count, salt=salt)
+                await client.measure_request(request, 0.0)
+        for cell in self.cells:
+            await self._measure_cell(name, running, client, cell, number)
+
+    async def _connect(self, name: str, running: RunningSystem) -> CompletionsClient:
+        target = parse_url(running.url)
+        settings = self.settings
+        try:
+            model = await fetch_model_name(target, "")
+            client = CompletionsClient(
+                target, model, "", settings.vocabulary, settings.request_seconds
+            )
+            return await client.probe_features()
+        except (OSError, HttpError) as error:
+            raise ValueError(f"{name} cannot be reached: {error}") from None
+
+    async def _measure_cell(
+        self,
+        name: str,
+        running: RunningSystem,
+        client: CompletionsClient,
+        cell: PeerCell,
+        number: int,
+    ) -> None:
+        """Measure a cell until no other process disturbs it, or all attempts are used up."""
+        settings = self.settings
+        for attempt in range(settings.attempts):
+            await self._wait_until_quiet(running)
+            plan = cell.plan(f"{settings.seed}/{number}/{attempt}/{name}")
+            foreign = ForeignLoad(running.roots)
+            load = ClosedLoop(cell.concurrency)
+            measurements = await run_load(client, load, plan, settings.cell_seconds)
+            cores = foreign.measure_cores()
+            figures = evaluate_cell(cell, measurements)
+            is_disturbed = cores > settings.max_foreign_cores
+            self._report(name, cell, number, figures, cores, is_disturbed=is_disturbed)
+            if not is_disturbed or attempt + 1 == settings.attempts:
+                self._disturbed[name, cell] += is_disturbed
+                if figures is None:
+                    self._missing.append(f"{name} {cell.name}, round {number + 1}")
+                else:
+                    self._figures[name, cell].append(figures)
+                return
+
+    async def _wait_until_quiet(self, running: RunningSystem) -> None:
+        samples = int(self.settings.quiet_seconds / _QUIET_SAMPLE_SECONDS)
+        for _ in range(samples):
+            foreign = ForeignLoad(running.roots)
+            await asyncio.sleep(_QUIET_SAMPLE_SECONDS)
+            if foreign.measure_cores() <= self.settings.max_foreign_cores:
+                return
+
+    def _report(
+        self,
+        name: str,
+        cell: PeerCell,
+        number: int,
+        figures: CellFigures | None,
+        cores: float,
+        *,
+        is_disturbed: bool,
+    ) -> None:
+        rate = "no answers" if figures is None else f"{figures.tokens_per_second:.1f} tokens/s"
+        others = f"others used {cores:.2f} cores"
+        mark = f"DISTURBED, {others}" if is_disturbed else others
+        self.console.print(f"round {number + 1}: {name} {cell.name}: {rate}; {mark}", markup=False)
