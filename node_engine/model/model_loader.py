@@ -47,15 +47,16 @@ def load_model_engine(
     quantize: Quantization = UNQUANTIZED,
     emulates_fp8: bool = False,
     native_library: NativeLibrary | None = None,
-    sharing: WeightSharing = WeightSharing(),  # noqa: B008
+    open_sharing: Callable[[], WeightSharing] | None = None,
 ) -> BaseEngine:
     """Build an engine from a Hugging Face folder.
 
     `threads` is the number of threads of a forward pass; None for as many as torch has. On a CPU
-    `native_library` computes if it is given, on weights that are kept as `sharing` says; on a GPU,
-    decode steps of up to `max_num_seqs` sequences are captured in graphs if `uses_graphs`; with `deterministic`,
-    `choose_kernels` has to choose batch-invariant ones. With `emulates_fp8`, a CPU computes in FP8
-    too: the same numbers, slowly, for comparisons. Raises ConfigError for what is not served.
+    `native_library` computes if it is given, on weights that nodes share if `open_sharing` is. On a
+    GPU, decode steps of up to `max_num_seqs` sequences are captured in graphs if `uses_graphs`;
+    with `deterministic`, `choose_kernels` has to choose batch-invariant ones. With `emulates_fp8`,
+    a CPU computes in FP8 too: the same numbers, slowly, for comparisons. Raises ConfigError for
+    what is not served.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -69,7 +70,7 @@ def load_model_engine(
     longest = _resolve_length(max_model_len, config)
     if native_library is not None and where.type == "cpu" and quantize != FP8:
         return _load_native(
-            folder, config, layout, longest, quantize, native_library, load_format, sharing
+            folder, config, layout, longest, quantize, native_library, load_format, open_sharing
         )
     with torch.inference_mode(), report_too_large_model(config, layout.dtype, where):
         read_weights = _build_dummy if load_format == "dummy" else load_weights
@@ -91,20 +92,24 @@ def _load_native(
     quantize: Quantization,
     library: NativeLibrary,
     load_format: LoadFormat,
-    sharing: WeightSharing,
+    open_sharing: Callable[[], WeightSharing] | None,
 ) -> BaseEngine:
+    threads = torch.get_num_threads()
     with torch.inference_mode(), report_too_large_model(config, layout.dtype, CPU):
-        return load_native_engine(
+        engine = load_native_engine(
             folder,
             config,
             layout,
             max_model_len,
             quantize,
             library,
-            torch.get_num_threads(),
+            threads,
             is_dummy=load_format == "dummy",
-            sharing=sharing,
+            open_sharing=open_sharing,
         )
+    # What torch still computes is small: its threads would spin on the cores of the kernels.
+    torch.set_num_threads(1)
+    return engine
 
 
 def _build_layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:

@@ -1,6 +1,7 @@
 """NativeEngine: runs a model with the native kernels, in the host's cache memory."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -104,16 +105,17 @@ class NativeEngine(HostMemoryEngine):
             for index, result in zip(drawn, sample_tokens(logits, specs), strict=True):
                 results[index] = result
         for index in scored:
-            spec = slices[index].logprobs_spec
-            assert spec is not None
+            wanted = slices[index].logprobs_spec
+            assert wanted is not None
             first = ends[index] - len(slices[index].token_ids)
             scores = score_prompt_rows(
-                lambda begin, count, first=first: self._model.compute_logits(first + begin, count),
-                spec,
-                self.vocab_size,
+                partial(self._compute_logits, first), wanted, self.vocab_size
             )
             results[index] = results[index]._replace(prompt_logprobs=scores)
         return tuple(results)
+
+    def _compute_logits(self, offset: int, first: int, count: int) -> torch.Tensor:
+        return self._model.compute_logits(offset + first, count)
 
     def _gather_logits(self, rows: Sequence[int]) -> torch.Tensor:  # [rows, vocab]
         return torch.cat([self._model.compute_logits(row, 1).clone() for row in rows])

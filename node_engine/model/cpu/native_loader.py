@@ -1,6 +1,6 @@
 """Loads a model for the native kernels: packs its weights, or finds them packed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +27,16 @@ from node_engine.model.loading.packed_weights.store import PackedWeightStore
 _CPU = torch.device("cpu")
 
 
+# Smaller models are packed in a moment by each node.
+MIN_SHARED_BYTES = 64 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSharing:
-    """Where packed weights and model digests are kept; None: nowhere."""
+    """Where packed weights and model digests are kept."""
 
-    store: PackedWeightStore | None = None
-    digests: ModelDigestCache | None = None
+    store: PackedWeightStore
+    digests: ModelDigestCache | None  # None: nowhere
 
 
 def load_native_engine(
@@ -45,14 +49,17 @@ def load_native_engine(
     threads: int,
     *,
     is_dummy: bool = False,
-    sharing: WeightSharing = WeightSharing(),
+    open_sharing: Callable[[], WeightSharing] | None = None,
 ) -> NativeEngine:
     """Build an engine over native kernels.
 
-    Raises ConfigError for what is not served, MemoryError if there is no memory or thread left.
+    `open_sharing` is called for a model of MIN_SHARED_BYTES or more. Raises ConfigError for what
+    is not served, MemoryError if there is no memory or thread left.
     """
     dtype = layout.dtype
     plan = WeightPlan(config, dtype, quantization, library)
+    is_large = sum(region.nbytes for region in plan.regions) >= MIN_SHARED_BYTES
+    sharing = open_sharing() if open_sharing is not None and is_large else None
     tensors: CheckpointTensors | DummyTensors
     if is_dummy:
         tensors = DummyTensors(config, TORCH_DTYPES[dtype], _CPU, quantization)
@@ -60,10 +67,10 @@ def load_native_engine(
         tensors = CheckpointTensors(folder, config, TORCH_DTYPES[dtype], _CPU, quantization)
     with closing(tensors):
         if isinstance(tensors, CheckpointTensors):
-            digest = _find_digest(folder, tensors, sharing.digests)
+            digest = _find_digest(folder, tensors, sharing.digests if sharing else None)
         else:
             digest = tensors.compute_digest()
-        addresses, memory = _find_weights(plan, tensors, digest, library, sharing.store)
+        addresses, memory = _find_weights(plan, tensors, digest, library, sharing)
     model = build_native_model(config, dtype, plan, addresses, memory, library, threads)
     return NativeEngine(config, model, layout, max_model_len, digest, quantization)
 
@@ -87,7 +94,7 @@ def _find_weights(
     tensors: CheckpointTensors | DummyTensors,
     digest: bytes,
     library: NativeLibrary,
-    store: PackedWeightStore | None,
+    sharing: WeightSharing | None,
 ) -> tuple[Mapping[str, int], object]:
     """Addresses of the regions, and what has to stay alive for them."""
     fills = {region.name: region.fill for region in plan.regions}
@@ -95,10 +102,10 @@ def _find_weights(
     def fill(name: str, view: memoryview) -> None:
         fills[name](view, tensors.load_tensor)
 
-    if store is None:
+    if sharing is None:
         arrays = {region.name: np.zeros(region.nbytes, np.uint8) for region in plan.regions}
         for name, array in arrays.items():
-            fill(name, memoryview(array))
+            fill(name, array.data)
         return {name: array.ctypes.data for name, array in arrays.items()}, arrays
     key = PackedWeightsKey(
         model_digest=digest.hex(),
@@ -109,5 +116,5 @@ def _find_weights(
         quantization=plan.quantization,
     )
     specs = [RegionSpec(region.name, region.nbytes) for region in plan.regions]
-    packed = store.open_or_build(key, specs, fill)
+    packed = sharing.store.open_or_build(key, specs, fill)
     return {name: region.address for name, region in packed.regions.items()}, packed

@@ -1,7 +1,7 @@
 """Native products against torch, for odd shapes, in every format and instruction set."""
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -60,12 +60,12 @@ class PackedMatrix:
         self.biases = [torch.randn(shape[0], generator=generator).to(dtype) for _ in range(count)]
         self.region = np.zeros(layout.nbytes, np.uint8)
         self._biases = self.biases if layout.has_bias else []
-        layout.pack(get_functions(), memoryview(self.region), self.weights, self._biases)
+        layout.pack(get_functions(), self.region.data, self.weights, self._biases)
         self.linear: Linear = layout.describe(self.region.ctypes.data)
 
     def multiply_with_torch(self, x: torch.Tensor, stored: Format) -> torch.Tensor:
         """The product by torch, in float64 unless it is int8."""
-        biases = self._biases or [None] * len(self.weights)
+        biases: Sequence[torch.Tensor | None] = self._biases or [None] * len(self.weights)
         parts = []
         for weight, bias in zip(self.weights, biases, strict=True):
             if stored is Format.INT8:
@@ -157,7 +157,7 @@ def test_int8_integers_are_those_of_the_reference() -> None:
     weight[:, 0], x[:, 0] = 127, 127
     layout = MatrixLayout(70, 33, Format.INT8)
     region = np.zeros(layout.nbytes, np.uint8)
-    layout.pack(get_functions(), memoryview(region), [weight])
+    layout.pack(get_functions(), region.data, [weight])
     for features in (ALL_FEATURES, CpuFeature.AVX2):
         with limited_features(features):
             model = make_model(Format.FLOAT32)

@@ -32,6 +32,7 @@ from node_engine.model.loading.weights import build_dummy_weights
 from node_engine.model.model_engine import ModelEngine
 from node_engine.model.sampling.sampler import sample_tokens
 from node_engine.model.transformer import Transformer
+from tests.layer_callbacks import FunctionCallback
 
 _LIBRARY = load_library()
 pytestmark = pytest.mark.skipif(
@@ -255,7 +256,7 @@ def test_layers_are_reported_when_their_kv_is_there() -> None:
         seen.append(layer)
 
     step = StepBatch((make_slice(0, [1, 2, 3], 0),))
-    bound.engine.run(step, on_layer)
+    bound.engine.run(step, FunctionCallback(on_layer))
     assert seen == list(range(CONFIG.num_layers))
 
 
