@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kv_kernels.native.structures import Format, Linear, Pack
+from kv_kernels.native.structures import Format, KvnLinear, KvnPack
 
 PANEL_CHANNELS = 16  # output channels that are computed together
 _ALIGNMENT = 64  # bytes: a cache line
@@ -47,10 +47,10 @@ class MatrixLayout:
         arrays = self.has_bias + 2 * (self.format is Format.INT8)
         return self.weight_bytes + arrays * self.channel_bytes
 
-    def describe(self, address: int) -> Linear:
+    def describe(self, address: int) -> KvnLinear:
         """The structure of the matrix whose region starts at `address`."""
         bias, scales, sums = self._find_arrays(address)
-        return Linear(
+        return KvnLinear(
             address, bias, scales, sums, self.inputs, self.outputs, self.format, self.is_gated
         )
 
@@ -75,7 +75,7 @@ class MatrixLayout:
         _, scales, sums = self._find_arrays(address)
         for number, weight in enumerate(weights):
             source = weight.contiguous()
-            pack = Pack(
+            pack = KvnPack(
                 source.data_ptr(),
                 self.outputs,
                 self.inputs,

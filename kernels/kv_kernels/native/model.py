@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kv_kernels.native.structures import Cache, Layer, Linear, Model, Status, Step
+from kv_kernels.native.structures import KvnCache, KvnLayer, KvnLinear, KvnModel, KvnStep, Status
 
 Ints = npt.NDArray[np.int64]
 SLICE_FIELDS = 5  # first_row, num_rows, position, table_begin, table_length, as KvnSlice has them
@@ -27,7 +27,7 @@ class StepArrays:
     ) -> None:
         self.num_sampled = len(sampled_rows)
         self._arrays = (token_ids, slices, block_tables, sampled_rows)
-        self.structure = Step(
+        self.structure = KvnStep(
             token_ids.ctypes.data,
             len(token_ids),
             slices.ctypes.data,
@@ -45,8 +45,8 @@ class NativeModel:
     def __init__(
         self,
         functions: ctypes.CDLL,
-        model: Model,
-        layers: Sequence[Layer],
+        model: KvnModel,
+        layers: Sequence[KvnLayer],
         threads: int,
         keep_alive: Sequence[Any],  # what the addresses in `model` and `layers` point to
     ) -> None:
@@ -54,7 +54,7 @@ class NativeModel:
         self._functions = functions
         self._vocab = model.vocab
         self._keep_alive: list[Any] = list(keep_alive)
-        array = (Layer * len(layers))(*layers)
+        array = (KvnLayer * len(layers))(*layers)
         model.layers = array
         self._context = functions.kvn_create(ctypes.byref(model), threads)
         if not self._context:
@@ -72,7 +72,7 @@ class NativeModel:
 
     def bind_cache(self, memory: torch.Tensor, num_blocks: int, block_size: int) -> None:
         """Use `memory` as cache: [blocks, layers, 2, kv_heads, block_size, dim], contiguous."""
-        cache = Cache(memory.data_ptr(), num_blocks, block_size)
+        cache = KvnCache(memory.data_ptr(), num_blocks, block_size)
         self._functions.kvn_bind_cache(self._context, ctypes.byref(cache))
         self._keep_alive.append(memory)
 
@@ -101,7 +101,7 @@ class NativeModel:
 
     def multiply(
         self,
-        linear: Linear,
+        linear: KvnLinear,
         x: torch.Tensor,  # [rows, inputs], in the model's format
     ) -> torch.Tensor:  # float32 [rows, outputs]
         """One product as forward passes compute it, for tests and measurements."""

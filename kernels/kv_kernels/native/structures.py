@@ -26,7 +26,7 @@ class Status(IntEnum):
     BAD_ARGUMENT = 2
 
 
-class Linear(ctypes.Structure):
+class KvnLinear(ctypes.Structure):
     """KvnLinear."""
 
     _fields_ = (
@@ -41,22 +41,22 @@ class Linear(ctypes.Structure):
     )
 
 
-class Layer(ctypes.Structure):
+class KvnLayer(ctypes.Structure):
     """KvnLayer."""
 
     _fields_ = (
         ("attention_norm", Pointer),
         ("qk_norm", Pointer),
         ("mlp_norm", Pointer),
-        ("qkv", Linear),
-        ("output", Linear),
-        ("gate_up", Linear),
-        ("down", Linear),
+        ("qkv", KvnLinear),
+        ("output", KvnLinear),
+        ("gate_up", KvnLinear),
+        ("down", KvnLinear),
         ("window", Int),
     )
 
 
-class Model(ctypes.Structure):
+class KvnModel(ctypes.Structure):
     """KvnModel."""
 
     _fields_ = (
@@ -72,18 +72,18 @@ class Model(ctypes.Structure):
         ("frequencies", Pointer),
         ("embedding", Pointer),
         ("final_norm", Pointer),
-        ("layers", ctypes.POINTER(Layer)),
-        ("head", Linear),
+        ("layers", ctypes.POINTER(KvnLayer)),
+        ("head", KvnLinear),
     )
 
 
-class Cache(ctypes.Structure):
+class KvnCache(ctypes.Structure):
     """KvnCache."""
 
     _fields_ = (("arena", Pointer), ("num_blocks", Int), ("block_size", Int))
 
 
-class Step(ctypes.Structure):
+class KvnStep(ctypes.Structure):
     """KvnStep."""
 
     _fields_ = (
@@ -98,7 +98,7 @@ class Step(ctypes.Structure):
     )
 
 
-class Pack(ctypes.Structure):
+class KvnPack(ctypes.Structure):
     """KvnPack."""
 
     _fields_ = (

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from kv_kernels.native.library import NativeLibrary
 from kv_kernels.native.model import NativeModel
-from kv_kernels.native.structures import Layer, Linear, Model
+from kv_kernels.native.structures import KvnLayer, KvnLinear, KvnModel
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.config.rope import compute_inverse_frequencies
 from node_engine.model.cpu.native_weights import (
@@ -29,11 +29,11 @@ def build_native_model(
     """Raises MemoryError if there is no memory or no thread left."""
     frequencies = compute_inverse_frequencies(config.rope, config.head_dim).numpy()
 
-    def matrix(name: str) -> Linear:
+    def matrix(name: str) -> KvnLinear:
         return plan.matrices[name].describe(addresses[name])
 
     layers = [
-        Layer(
+        KvnLayer(
             attention_norm=addresses[layer_region(index, "attention_norm")],
             qk_norm=addresses.get(layer_region(index, "qk_norm")),
             mlp_norm=addresses[layer_region(index, "mlp_norm")],
@@ -45,7 +45,7 @@ def build_native_model(
         )
         for index, window in enumerate(config.windows)
     ]
-    model = Model(
+    model = KvnModel(
         format=FORMATS[dtype],
         num_layers=config.num_layers,
         hidden=config.hidden_size,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kv_kernels.native.library import CpuFeature, NativeLibrary, load_library
 from kv_kernels.native.matrix import MatrixLayout
 from kv_kernels.native.model import NativeModel
-from kv_kernels.native.structures import Format, Layer, Linear, Model
+from kv_kernels.native.structures import Format, KvnLayer, KvnLinear, KvnModel
 from kv_kernels.reference.int8_linear import Int8Linear
 
 _LIBRARY = load_library()
@@ -45,8 +45,8 @@ def limited_features(features: CpuFeature) -> Iterator[None]:
 
 def make_model(activations: Format, threads: int = 2) -> NativeModel:
     """A model without layers, for single products."""
-    model = Model(format=activations, hidden=16, heads=1, kv_heads=1, head_dim=16, vocab=16)
-    return NativeModel(get_functions(), model, list[Layer](), threads, [])
+    model = KvnModel(format=activations, hidden=16, heads=1, kv_heads=1, head_dim=16, vocab=16)
+    return NativeModel(get_functions(), model, list[KvnLayer](), threads, [])
 
 
 class PackedMatrix:
@@ -61,7 +61,7 @@ class PackedMatrix:
         self.region = np.zeros(layout.nbytes, np.uint8)
         self._biases = self.biases if layout.has_bias else []
         layout.pack(get_functions(), self.region.data, self.weights, self._biases)
-        self.linear: Linear = layout.describe(self.region.ctypes.data)
+        self.linear: KvnLinear = layout.describe(self.region.ctypes.data)
 
     def multiply_with_torch(self, x: torch.Tensor, stored: Format) -> torch.Tensor:
         """The product by torch, in float64 unless it is int8."""
