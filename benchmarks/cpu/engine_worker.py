@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import signature
 from multiprocessing import get_context
 from typing import Any, get_args
 
@@ -18,11 +17,9 @@ from benchmarks.device.engine_loads import EngineSizes, LoadedEngine, time_decod
 from benchmarks.device.section_run import MeasuredModel
 from benchmarks.device.step_bounds import list_layer_products
 from kv_kernels.native.library import NativeLibrary, load_library
-from node_engine.model.model_loader import load_model_engine
 
 _WARM_UP_TOKENS = 512
 _INT8, _NATIVE, _TORCH = "int8", "native", "torch"
-_KERNEL_OPTION = "cpu_kernels"  # of load_model_engine, which chooses between kernels of a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +52,7 @@ def list_quantizations() -> list[str]:
 
 def list_kernels() -> list[str]:
     """Return the kernels that engines on this CPU can choose, the default ones first."""
-    has_choice = _KERNEL_OPTION in signature(load_model_engine).parameters
-    is_native = has_choice and isinstance(load_library(), NativeLibrary)
-    return [_NATIVE, _TORCH] if is_native else [_TORCH]
+    return [_NATIVE, _TORCH] if isinstance(load_library(), NativeLibrary) else [_TORCH]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +102,9 @@ def load_engine(
 ) -> None:
     """Load the engine that the next calls in this process measure."""
     options: dict[str, Any] = {"threads": threads, "quantize": variant.quantization}
-    if list_kernels() != [_TORCH]:
-        options[_KERNEL_OPTION] = variant.kernels
+    library = load_library()
+    if variant.kernels == _NATIVE and isinstance(library, NativeLibrary):
+        options["native_library"] = library
     sizes = EngineSizes(max_batched_tokens=_WARM_UP_TOKENS, cache_bytes=cache_bytes)
     _ProcessEngine.loaded = LoadedEngine(model, "cpu", sizes, **options)
 

@@ -5,7 +5,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from baton.kv.blocks import KVLayout
@@ -21,7 +20,12 @@ from node_engine.model.loading.checkpoint import list_shards
 from node_engine.model.loading.model_tensors import CheckpointTensors, DummyTensors
 from node_engine.model.loading.packed_weights.checkpoint_fingerprint import take_fingerprint
 from node_engine.model.loading.packed_weights.digest_cache import ModelDigestCache
-from node_engine.model.loading.packed_weights.image_layout import PackedWeightsKey, RegionSpec
+from node_engine.model.loading.packed_weights.image_layout import (
+    PackedWeightsKey,
+    RegionSpec,
+    plan_image,
+)
+from node_engine.model.loading.packed_weights.image_memory import allocate_private_image
 from node_engine.model.loading.packed_weights.store import PackedWeightStore
 
 _CPU = torch.device("cpu")
@@ -102,11 +106,6 @@ def _find_weights(
     def fill(name: str, view: memoryview) -> None:
         fills[name](view, tensors.load_tensor)
 
-    if sharing is None:
-        arrays = {region.name: np.zeros(region.nbytes, np.uint8) for region in plan.regions}
-        for name, array in arrays.items():
-            fill(name, array.data)
-        return {name: array.ctypes.data for name, array in arrays.items()}, arrays
     key = PackedWeightsKey(
         model_digest=digest.hex(),
         format_name="native",
@@ -116,5 +115,11 @@ def _find_weights(
         quantization=plan.quantization,
     )
     specs = [RegionSpec(region.name, region.nbytes) for region in plan.regions]
-    packed = sharing.store.open_or_build(key, specs, fill)
-    return {name: region.address for name, region in packed.regions.items()}, packed
+    if sharing is not None:
+        packed = sharing.store.open_or_build(key, specs, fill)
+        return {name: region.address for name, region in packed.regions.items()}, packed
+    layout = plan_image(key, specs)
+    memory = allocate_private_image(layout)
+    for record in layout.regions:
+        fill(record.name, memory.region_view(record))
+    return {record.name: memory.address + record.offset for record in layout.regions}, memory
