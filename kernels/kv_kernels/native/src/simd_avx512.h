@@ -162,7 +162,7 @@ static inline void interleave_half_words(const uint16_t* a, const uint16_t* b, u
 }
 
 // Tiles of a product: the rows of one pass over the weights, by panels (of 16 columns) at once.
-constexpr int kMaxSinglePassRows = 24;
+constexpr int kMaxSinglePassRows = 12;
 constexpr int kBlockedRows = 12;
 constexpr int kBlockedPanels = 2;
 static inline constexpr int panels_at_once(int rows) { return rows <= 6 ? 4 : rows <= 12 ? 2 : 1; }
