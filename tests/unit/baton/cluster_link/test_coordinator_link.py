@@ -136,10 +136,13 @@ async def test_close_writes_all_messages_and_awaits_the_end_of_the_stream(
         harness.leave()
         closing = asyncio.create_task(harness.link.close())
         await asyncio.sleep(0)
-        harness.leave()  # nothing follows the end
+        for _ in range(MAX_UNSENT_MESSAGES + 1):
+            harness.leave()  # nothing follows the end, and nothing fills the queue
         harness.link.rejoin()
         call.may_write.set()
         await call.has_ended.wait()
+        for _ in range(10):
+            await asyncio.sleep(0)
         assert call.written == ["join", "heartbeat", "leaving", "leaving", "end"]
         assert not closing.done(), "the coordinator may not have read all of it"
         assert not call.is_cancelled
