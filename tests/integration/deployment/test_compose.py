@@ -227,7 +227,8 @@ async def test_the_gpu_profile_serves(tmp_path: Path, volumes: Path, model: Path
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     pools_off = read_dotenv(ROOT / "deploy" / "gpu.env")
-    async with compose_up(tmp_path, volumes, model, "gpu", **pools_off, BATON_DECODE="1") as run:
+    own = {**pools_off, "BATON_DECODE": "1"}
+    async with compose_up(tmp_path, volumes, model, "gpu", is_forked=False, **own) as run:
         names = {container.name for container in run.processes}
         assert names == {"coordinator-1", "pool-1", "prefill-gpu-1", "decode-gpu-1"}
         doors = ComposeClient(run.get_process("coordinator"))
