@@ -20,6 +20,7 @@ from baton.cli.client import health_watch as health
 from baton.cli.supervisor.ports import reserve_port
 from tests.child_logs import ChildLogs
 from tests.compose_file import ComposeFile, ComposeService
+from tests.fork_server import ForkedProcess, start_process
 from tests.processes import await_unless_exit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +37,7 @@ class ServiceProcess:
     environ: dict[str, str] = field(default_factory=dict)
     ports: dict[str, str] = field(default_factory=dict)  # in the container -> here
     held_sockets: list[socket.socket] = field(default_factory=list)
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     def host_port(self, inside: str) -> str:
         """Held, but not listened on, from its first mention until the process has ended."""
@@ -48,7 +49,8 @@ class ServiceProcess:
 
 class ComposeRun:
     """`paths` are folders of the containers, beside their volumes, and where each lies here;
-    `image` is the image's environment. Volumes lie in `volumes`, one folder each."""
+    `image` is the image's environment. Volumes lie in `volumes`, one folder each. With `is_forked`
+    processes are forked (tests/fork_server.py)."""
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class ComposeRun:
         volumes: Path,
         paths: Mapping[str, Path],
         image: Mapping[str, str],
+        is_forked: bool = False,
     ) -> None:
         ours = [
             service
@@ -74,6 +77,7 @@ class ComposeRun:
         self.cwd = folder / "empty"
         self.cwd.mkdir()
         self._folder, self._volumes, self._paths = folder, volumes, paths
+        self._is_forked = is_forked
         self.logs = ChildLogs(folder / "logs")
         for container in self.processes:
             container.environ = self._environ_of(container, image)
@@ -90,15 +94,23 @@ class ComposeRun:
 
     def start(self) -> None:
         for container in self.processes:
-            container.process = subprocess.Popen(
-                self._argv(container.service.command),
-                env=container.environ,
-                cwd=self.cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=self.logs.open_log(container.name),
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            container.process = self._start_process(container)
+
+    def _start_process(self, container: ServiceProcess) -> subprocess.Popen[bytes] | ForkedProcess:
+        log = self.logs.open_log(container.name)
+        if self._is_forked:
+            interpreter, option, module = container.service.command
+            assert (interpreter, option) == ("python", "-m")
+            return start_process(module, container.environ, log, folder=self.cwd)
+        return subprocess.Popen(
+            self._argv(container.service.command),
+            env=container.environ,
+            cwd=self.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     async def wait_ready(self, within: float = 90.0) -> None:
         """Wait until the coordinator serves; fail at once when a process ends instead."""
@@ -197,7 +209,7 @@ class ComposeRun:
         return [sys.executable if word == "python" else word for word in command]
 
 
-def _end(process: subprocess.Popen[bytes], grace: float) -> int:
+def _end(process: subprocess.Popen[bytes] | ForkedProcess, grace: float) -> int:
     try:
         return process.wait(grace)
     except subprocess.TimeoutExpired:

@@ -84,13 +84,20 @@ class ForkedProcess:
 
 
 def start_process(
-    module: str, environ: Mapping[str, str], output: int, *, open_files: int = 0
+    module: str,
+    environ: Mapping[str, str],
+    output: int,
+    *,
+    open_files: int = 0,
+    folder: Path | None = None,
 ) -> ForkedProcess:
     """Run `python -m module` with this environment, and `output` as standard output and error.
 
-    `open_files` limits its number of descriptors; 0 leaves the limit as it is.
+    `open_files` limits its number of descriptors; 0 leaves the limit as it is. It runs in `folder`,
+    or in that of this process.
     """
-    return _shared_server().start_process(module, environ, output, open_files=open_files)
+    server = _shared_server()
+    return server.start_process(module, environ, output, open_files=open_files, folder=folder)
 
 
 class ForkServer:
@@ -110,14 +117,20 @@ class ForkServer:
         self._lock = threading.Lock()
 
     def start_process(
-        self, module: str, environ: Mapping[str, str], output: int, *, open_files: int = 0
+        self,
+        module: str,
+        environ: Mapping[str, str],
+        output: int,
+        *,
+        open_files: int = 0,
+        folder: Path | None = None,
     ) -> ForkedProcess:
         """Run a module in a forked child; see the function `start_process`."""
         request = {
             "module": module,
             "environ": dict(environ),
             "open_files": open_files,
-            "folder": os.getcwd(),
+            "folder": str(folder or Path.cwd()),
         }
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], [output])

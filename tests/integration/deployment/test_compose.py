@@ -66,7 +66,12 @@ def list_files_left(folder: Path) -> list[str]:
 
 @asynccontextmanager
 async def compose_up(
-    folder: Path, volumes: Path, model: Path, *profiles: str, **own: str
+    folder: Path,
+    volumes: Path,
+    model: Path,
+    *profiles: str,
+    is_forked: bool = False,
+    **own: str,
 ) -> AsyncIterator[ComposeRun]:
     variables = {name: secrets.token_hex(32) for name in SECRETS} | SMALL_SETTINGS | own
     target = "cuda" if "gpu" in profiles else "cpu"
@@ -77,6 +82,7 @@ async def compose_up(
         volumes=volumes,
         paths={"/opt/baton/models/demo": model},
         image=dockerfile.image_environ(ROOT / "deploy" / "Dockerfile", target),
+        is_forked=is_forked,
     )
     try:
         run.start()
@@ -189,7 +195,7 @@ async def test_compose_serves_over_another_transport(
     tmp_path: Path, volumes: Path, model: Path, transport: str
 ) -> None:
     async with compose_up(
-        tmp_path, volumes, model, BATON_TRANSPORT=transport, BATON_DECODE="1"
+        tmp_path, volumes, model, is_forked=True, BATON_TRANSPORT=transport, BATON_DECODE="1"
     ) as run:
         doors = ComposeClient(run.get_process("coordinator"))
         async with doors.client:
@@ -201,7 +207,9 @@ async def test_compose_serves_over_another_transport(
 async def test_compose_without_prefill_nodes_serves_colocated(
     tmp_path: Path, volumes: Path, model: Path
 ) -> None:
-    async with compose_up(tmp_path, volumes, model, BATON_PREFILL="0", BATON_DECODE="1") as run:
+    async with compose_up(
+        tmp_path, volumes, model, is_forked=True, BATON_PREFILL="0", BATON_DECODE="1"
+    ) as run:
         assert {container.name for container in run.processes} == {
             "coordinator-1",
             "pool-1",
@@ -219,7 +227,8 @@ async def test_the_gpu_profile_serves(tmp_path: Path, volumes: Path, model: Path
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     pools_off = read_dotenv(ROOT / "deploy" / "gpu.env")
-    async with compose_up(tmp_path, volumes, model, "gpu", **pools_off, BATON_DECODE="1") as run:
+    own = {**pools_off, "BATON_DECODE": "1"}
+    async with compose_up(tmp_path, volumes, model, "gpu", is_forked=False, **own) as run:
         names = {container.name for container in run.processes}
         assert names == {"coordinator-1", "pool-1", "prefill-gpu-1", "decode-gpu-1"}
         doors = ComposeClient(run.get_process("coordinator"))

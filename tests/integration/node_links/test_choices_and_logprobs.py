@@ -4,8 +4,6 @@ ones."""
 import asyncio
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -33,6 +31,7 @@ from baton.types import (
 )
 from coordinator.generation import FinishedEvent, PromptLogprobsEvent, TokensEvent
 from tests.fake_nodes import FakeNode
+from tests.fork_server import start_process
 from tests.integration.coordinator_harness import (
     CoordinatorHarness,
     collect_stream,
@@ -67,12 +66,7 @@ async def node_processes(
     )
     logs = [(folder / f"{spec.name}.log").open("wb") for spec in specs]
     processes = [
-        await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", spec.module),
-            env=spec.environ,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        start_process(spec.module, spec.environ, log.fileno())
         for spec, log in zip(specs, logs, strict=True)
         if spec.name != child_specs.COORDINATOR
     ]
@@ -85,7 +79,7 @@ async def node_processes(
         for process in processes:
             process.terminate()
         for process in processes:
-            await process.wait()
+            await asyncio.to_thread(process.wait, START)
         for log in logs:
             log.close()
 

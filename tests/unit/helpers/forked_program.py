@@ -11,9 +11,13 @@ import threading
 
 def end_late() -> None:
     """Leave a thread and an exit handler that print after the program's last line."""
-    main = threading.main_thread()
+
+    def wait_for_main_thread() -> None:
+        threading.main_thread().join()
+        print("thread")  # noqa: T201
+
     atexit.register(print, "exit handler")
-    threading.Thread(target=lambda: (main.join(), print("thread"))).start()  # noqa: T201
+    threading.Thread(target=wait_for_main_thread).start()
 
 
 if __name__ == "__main__":
