@@ -12,7 +12,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 # The tests start several hundred processes: none of them should compile the modules of its libraries again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup develop demo test quick up lint types suite proto docs bench chaos abuse soak clean
+.PHONY: setup develop native native-sanitize wheel demo test quick up lint types suite proto docs bench chaos abuse soak clean
 
 setup: $(STAMP)
 
@@ -21,14 +21,26 @@ $(STAMP): pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python tools/install_torch.py "$(TORCH_INDEX)"
 	$(PIP) install --no-compile -e .
+	$(BIN)/python -m kv_kernels.native.library
 	touch $@
 
 # What tests, lint and the generators of stubs and documents need, on top.
+# Native kernels that are out of date are built again; where that fails, torch's are tested.
 develop: $(TEST_STAMP)
+	@$(BIN)/python -m kv_kernels.native.build || true
 
 $(TEST_STAMP): $(STAMP)
 	$(PIP) install --no-compile -e ".[test]"
 	touch $@
+
+native: setup
+	$(BIN)/python -m kv_kernels.native.build
+
+native-sanitize: setup
+	$(BIN)/python -m tools.native_sanitizers
+
+wheel:
+	$(if $(wildcard $(BIN)/pip),$(PIP),$(PYTHON) -m pip) wheel --no-deps --wheel-dir dist .
 
 demo: setup
 	$(BIN)/python -m tools.demo
@@ -67,8 +79,8 @@ chaos: develop
 abuse: develop
 	$(BIN)/python -m pytest -q tests/abuse --abuse-seconds=30
 
-soak: develop
-	$(BIN)/python -m pytest -q tests/soak --soak-seconds=1800 --storm-seconds=60 --kills=20 --fuzz-cases=5000 --pool-operations=100000 --timeout=2400
+soak: develop native-sanitize
+	$(BIN)/python -m pytest -q tests/soak --soak-seconds=1800 --storm-seconds=60 --kills=20 --fuzz-cases=5000 --pool-operations=100000 --every-fault --timeout=2400
 
 clean:
-	rm -rf $(VENV) .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis kernels/kv_kernels/native/*.so kernels/kv_kernels/native/build_failure.txt

@@ -31,7 +31,7 @@ class BuildResult:
     """A library that is up to date."""
 
     library: Path
-    compiler: Compiler
+    compiler: str  # name and version; "" if there is none, and the library needs none
     rebuilt: bool  # False: it was up to date already
     warnings: str = ""  # what the compiler said
 
@@ -49,16 +49,22 @@ def build_library(
     """
     if reason := sources.why_unsupported_machine():
         raise BuildError(reason)
-    compiler = find_compiler(environ)
-    build_id = f"{sources.hash_sources(folder)}.{compiler.hash_toolchain()}"
+    sources_hash = sources.hash_sources(folder)
+    try:
+        compiler = find_compiler(environ)
+    except BuildError:
+        if is_built_from(library, sources_hash):
+            return BuildResult(library, "", rebuilt=False)
+        raise
+    build_id = f"{sources_hash}.{compiler.hash_toolchain()}"
     if is_built_from(library, build_id):
-        return BuildResult(library, compiler, rebuilt=False)
+        return BuildResult(library, compiler.version, rebuilt=False)
     with tempfile.TemporaryDirectory(prefix="kv-native-") as scratch:
         kept = objects or Path(scratch, "objects")
         kept.mkdir(parents=True, exist_ok=True)
         job = _Build(compiler, folder, kept, build_id, _build_environment(environ, Path(scratch)))
         job.link(job.compile_all(), library)
-    return BuildResult(library, compiler, rebuilt=True, warnings="\n".join(job.warnings))
+    return BuildResult(library, compiler.version, rebuilt=True, warnings="\n".join(job.warnings))
 
 
 def build_incrementally(library: Path) -> BuildResult:
@@ -139,26 +145,35 @@ class _Build:
         return digest.hexdigest()[:16]
 
     def _run(self, arguments: Sequence[str], what: str) -> None:
-        command = [*self.compiler.command, *self.compiler.target_flags, *arguments]
-        try:
-            completed = subprocess.run(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=COMPILE_TIMEOUT,
-                check=False,
-                env=dict(self.environ),
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"the compiler {self.compiler.name} failed: {error}") from error
-        if completed.returncode:
-            lines = completed.stdout.strip().splitlines()[-_MAX_OUTPUT_LINES:]
-            reason = f"{self.compiler.name} ({self.compiler.version}) failed on {what}"
-            raise BuildError(reason, "\n".join(lines))
-        if completed.stdout.strip():
-            self.warnings.append(completed.stdout.strip())
+        if output := run_compiler(self.compiler, arguments, what, self.environ):
+            self.warnings.append(output)
+
+
+def run_compiler(
+    compiler: Compiler,
+    arguments: Sequence[str],
+    what: str,  # the file that is made, for messages
+    environ: Mapping[str, str] = os.environ,
+) -> str:
+    """Run the compiler; returns its warnings. Raises BuildError with the last lines of errors."""
+    try:
+        completed = subprocess.run(
+            [*compiler.command, *compiler.target_flags, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=COMPILE_TIMEOUT,
+            check=False,
+            env=dict(environ),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"the compiler {compiler.name} failed: {error}") from error
+    output = completed.stdout.strip()
+    if completed.returncode:
+        reason = f"{compiler.name} ({compiler.version}) failed on {what}"
+        raise BuildError(reason, "\n".join(output.splitlines()[-_MAX_OUTPUT_LINES:]))
+    return output
 
 
 def _build_environment(environ: Mapping[str, str], scratch: Path) -> dict[str, str]:
@@ -189,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if result.warnings:
         print(result.warnings, file=sys.stderr)  # noqa: T201
     done = "built" if result.rebuilt else "up to date"
-    print(f"{result.library}: {done} ({result.compiler.version})")  # noqa: T201
+    print(f"{result.library}: {done} ({result.compiler or 'no compiler'})")  # noqa: T201
     return 0
 
 

@@ -1,4 +1,7 @@
-"""Loads the library of native kernels, once a process, or says why there is none."""
+"""Loads the library of native kernels, once a process, or says why there is none.
+
+`python -m kv_kernels.native.library` prints which kernels compute on CPUs.
+"""
 
 import ctypes
 import os
@@ -107,7 +110,10 @@ def _check_features(
     functions: ctypes.CDLL, build_id: str, environ: Mapping[str, str]
 ) -> NativeLibrary | NoNativeLibrary:
     if (names := environ.get(FEATURES_VARIABLE)) is not None:
-        functions.kvn_limit_cpu_features(parse_features(names))
+        try:
+            functions.kvn_limit_cpu_features(parse_features(names))
+        except ValueError as error:
+            return NoNativeLibrary(str(error), f"unset {FEATURES_VARIABLE}")
     features = CpuFeature(functions.kvn_cpu_features())
     if CpuFeature.AVX2 not in features:
         return NoNativeLibrary("this CPU has no AVX2 with FMA and F16C")
@@ -143,3 +149,7 @@ def _explain_missing(failure: Path) -> tuple[str, str]:
         f"the build failed: {reason}",
         f"install a C++ compiler, such as g++ or the package ziglang, then {_BUILD}",
     )
+
+
+if __name__ == "__main__":
+    print(f"CPU kernels: {load_library().describe()}")  # noqa: T201
