@@ -94,7 +94,7 @@ def load_weights(
     """Read, check and pack the folder's safetensors. Raises ConfigError that names the tensor."""
     with Checkpoint(folder) as checkpoint:
         shapes = compute_expected_shapes(config)
-        _require_match(folder, checkpoint, shapes, config)
+        require_match(folder, checkpoint, shapes, config)
         digest = ModelDigest(config, "safetensors", quantization)
 
         def source(name: str) -> torch.Tensor:
@@ -132,7 +132,7 @@ def build_dummy_weights(
     return ModelWeights(*weights, digest.compute_digest(), quantization)
 
 
-def _require_match(
+def require_match(
     folder: Path, checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], config: ModelConfig
 ) -> None:
     ignored = {name for name in checkpoint.tensor_names if name.endswith(_IGNORED_SUFFIXES)}
