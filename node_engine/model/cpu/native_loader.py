@@ -16,9 +16,8 @@ from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.cpu.native_engine import NativeEngine
 from node_engine.model.cpu.native_model import build_native_model
 from node_engine.model.cpu.native_weights import WeightPlan
-from node_engine.model.loading.checkpoint import list_shards
+from node_engine.model.loading.checkpoint_digest import find_model_digest
 from node_engine.model.loading.model_tensors import CheckpointTensors, DummyTensors
-from node_engine.model.loading.packed_weights.checkpoint_fingerprint import take_fingerprint
 from node_engine.model.loading.packed_weights.digest_cache import ModelDigestCache
 from node_engine.model.loading.packed_weights.image_layout import (
     PackedWeightsKey,
@@ -71,26 +70,12 @@ def load_native_engine(
         tensors = CheckpointTensors(folder, config, TORCH_DTYPES[dtype], _CPU, quantization)
     with closing(tensors):
         if isinstance(tensors, CheckpointTensors):
-            digest = _find_digest(folder, tensors, sharing.digests if sharing else None)
+            digest = find_model_digest(folder, tensors, sharing.digests if sharing else None)
         else:
             digest = tensors.compute_digest()
         addresses, memory = _find_weights(plan, tensors, digest, library, sharing)
     model = build_native_model(config, dtype, plan, addresses, memory, library, threads)
     return NativeEngine(config, model, layout, max_model_len, digest, quantization)
-
-
-def _find_digest(
-    folder: Path, tensors: CheckpointTensors, digests: ModelDigestCache | None
-) -> bytes:
-    """The model digest; tensors are read only if it is not remembered."""
-    if digests is None:
-        return tensors.compute_digest()
-    before = take_fingerprint(list_shards(folder))
-    if (known := digests.find_digest(before, tensors.identity)) is not None:
-        return known
-    digest = tensors.compute_digest()
-    digests.save_digest(before, take_fingerprint(list_shards(folder)), tensors.identity, digest)
-    return digest
 
 
 def _find_weights(

@@ -5,12 +5,18 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import xxhash
 
 from baton.errors import ConfigError
-from baton.shared_memory.available_memory import format_size, measure_private_memory
+from baton.shared_memory.available_memory import (
+    format_size,
+    insufficient_memory_error,
+    measure_available_memory,
+    measure_private_memory,
+)
 from baton.shared_memory.memory_map import (
     HUGE_PAGE,
     collapse_to_huge_pages,
@@ -71,17 +77,25 @@ def _private_memory_error(layout: ImageLayout, cause: str) -> ConfigError:
     )
 
 
-def allocate_file_image(fd: int, layout: ImageLayout) -> ImageMemory:
-    """Allocate and map the memory of a segment whose size is set. Raises OSError if it is full.
+def allocate_file_image(folder: Path, fd: int, layout: ImageLayout, knob: str) -> ImageMemory:
+    """Allocate and map the memory of a segment of `folder` whose size is set.
 
-    Every byte is allocated here, so that no later store can fail.
+    Every byte is allocated here, so that no later store can fail. Raises OSError if the folder is
+    full, and ConfigError, naming `knob`, if other programs have used the memory meanwhile.
     """
     size = layout.segment_bytes
     address, start, reserved = reserve_addresses(size, HUGE_PAGE)
+
+    def allocate_piece(piece: range) -> None:
+        room = measure_available_memory(folder)
+        if len(piece) > room.free_bytes - room.reserve_bytes // 2:
+            raise insufficient_memory_error(folder, size, room, knob)
+        _allocate_piece(fd, address, piece)
+
     try:
         map_file(address, size, fd)
-        run_on_threads(lambda piece: _allocate_piece(fd, address, piece), split_into_pieces(size))
-    except OSError:
+        run_on_threads(allocate_piece, split_into_pieces(size))
+    except BaseException:
         release_addresses(start, reserved)
         raise
     return ImageMemory(

@@ -31,6 +31,7 @@ from node_engine.model.loading.packed_weights.image_memory import (
 )
 
 _FILLER_BYTE = 0
+_KNOB = "the size of the model"  # what determines the size of the segment, for messages
 _MAX_ATTEMPTS = 100  # to open a file that other processes remove meanwhile
 
 
@@ -116,10 +117,8 @@ class SharedImage:
     def allocate(self) -> ImageMemory:
         """Allocate the memory of an empty segment. Raises SharedImageUnavailable."""
         try:
-            reserve_segment_size(
-                self._folder, self._fd, self.layout.segment_bytes, "the size of the model"
-            )
-            return allocate_file_image(self._fd, self.layout)
+            reserve_segment_size(self._folder, self._fd, self.layout.segment_bytes, _KNOB)
+            return allocate_file_image(self._folder, self._fd, self.layout, _KNOB)
         except ConfigError as error:
             raise SharedImageUnavailable(error.message) from error
         except OSError as error:

@@ -10,7 +10,11 @@ import pytest
 from baton.errors import ConfigError
 from baton.shared_memory import available_memory as rooms
 from baton.shared_memory import segment
-from baton.shared_memory.available_memory import AvailableMemory, measure_available_memory
+from baton.shared_memory.available_memory import (
+    AvailableMemory,
+    measure_available_memory,
+    measure_private_memory,
+)
 from baton.shared_memory.memory_map import HUGE_PAGE
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -197,3 +201,20 @@ def test_concurrent_creations_do_not_overcommit(tmp_path: Path) -> None:
 
 def test_the_reserve_is_stated() -> None:
     assert (rooms.RESERVE_SHARE, rooms.MAX_RESERVE_BYTES) == (0.1, GIB)
+
+
+def test_private_memory_is_bounded_by_the_machine_and_the_group_and_not_by_a_folder(
+    tmp_path: Path,
+) -> None:
+    files = FakeProcFiles(tmp_path / "k", tmp_path)
+    files.write("proc/meminfo", f"MemAvailable: {8 * GIB >> 10} kB\n")
+    room = measure_private_memory(files.proc, files.groups)
+    assert (room.free_bytes, room.limited_by) == (
+        8 * GIB,
+        "of the machine's memory available",
+    )
+    files.write("groups/memory.max", str(GIB))
+    files.write("groups/memory.current", str(GIB // 2))
+    files.write("groups/memory.stat", "inactive_file 0\n")
+    room = measure_private_memory(files.proc, files.groups)
+    assert (room.free_bytes, room.limited_by) == (GIB // 2, "left in control group /")

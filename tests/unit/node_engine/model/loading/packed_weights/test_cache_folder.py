@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -5,7 +6,12 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from node_engine.model.loading.packed_weights.cache_folder import WeightCacheFolder
+from baton.errors import ConfigError
+from baton.models.weight_cache import WeightCacheSettings
+from node_engine.model.loading.packed_weights.cache_folder import (
+    WeightCacheFolder,
+    open_weight_cache,
+)
 from node_engine.model.loading.packed_weights.image_layout import plan_image
 from node_engine.model.loading.packed_weights.image_memory import allocate_private_image
 from node_engine.model.loading.packed_weights.store import PackedWeightStore
@@ -183,3 +189,19 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, mode: int) ->
     folder.chmod(mode)
     with pytest.raises(PermissionError):
         open_cache(folder)
+
+
+def test_a_folder_that_cannot_be_used_is_an_error_only_if_it_was_named(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    named = WeightCacheSettings(blocked, 1, is_explicit=True)
+    with pytest.raises(ConfigError, match=r"weight_cache_dir .*--weight-cache-dir"):
+        open_weight_cache(named)
+    with capture_logs() as lines:
+        assert open_weight_cache(dataclasses.replace(named, is_explicit=False)) is None
+    assert [line["log_level"] for line in lines] == ["warning"]
+    assert open_weight_cache(None) is None
+    usable = WeightCacheSettings(tmp_path / "cache", 5, is_explicit=True)
+    cache = open_weight_cache(usable)
+    assert cache is not None
+    assert (cache.folder, cache.max_bytes) == (tmp_path / "cache", 5)

@@ -49,7 +49,7 @@ def test_a_header_is_decoded_or_found_damaged(specs: list[RegionSpec], data: st.
     damaged = bytearray(header)
     damaged[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ValueError, match=r"header|image"):
-        layout.decode_header(damaged)
+        layout.decode_header(bytes(damaged))
     with pytest.raises(ValueError, match=r"header|image"):
         layout.decode_header(header[: data.draw(st.integers(0, len(header) - 1))])
 

@@ -160,6 +160,17 @@ def test_a_folder_that_fills_while_it_is_used_gives_private_memory(
     assert not segment_path(tmp_path).exists()
 
 
+def test_memory_that_others_use_meanwhile_gives_private_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    little = AvailableMemory(1 << 20, "of the machine's memory available", 0)
+    monkeypatch.setattr(image_memory, "measure_available_memory", lambda folder: little)
+    weights = PackedWeightStore(tmp_path, None).open_or_build(KEY, SPECS, fill_region)
+    assert not weights.is_shared
+    assert has_right_bytes(weights)
+    assert not segment_path(tmp_path).exists()
+
+
 def test_too_little_memory_for_private_weights_is_an_error_with_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
