@@ -1,4 +1,4 @@
-"""`python -m node_engine.probe [MODEL_FOLDER]`: libraries, GPUs and model of this machine as JSON.
+"""`python -m node_engine.probe [MODEL_FOLDER]`: libraries, kernels, GPUs and model as JSON.
 
 Prints one JSON object on standard output, for `baton doctor`, which does not load torch itself.
 """
@@ -18,7 +18,11 @@ from baton.errors import ConfigError
 
 def probe_libraries() -> dict[str, Any]:
     """Versions of libraries, or why they cannot be loaded; the GPUs that torch sees; the driver."""
-    found: dict[str, Any] = {"gpus": [], "driver": probe_driver()}
+    found: dict[str, Any] = {
+        "gpus": [],
+        "driver": probe_driver(),
+        "native_kernels": probe_native_kernels(),
+    }
     for name in ("torch", "triton"):
         try:
             found[name] = {"version": importlib.import_module(name).__version__}
@@ -31,6 +35,16 @@ def probe_libraries() -> dict[str, Any]:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         found["gpus"] = [probe_gpu(index) for index in range(count)]
     return found
+
+
+def probe_native_kernels() -> dict[str, str]:
+    """The native CPU kernels as `describe_features` says, or why there are none, and the fix."""
+    from kv_kernels.native.library import NativeLibrary, describe_features, load_library
+
+    library = load_library()
+    if isinstance(library, NativeLibrary):
+        return {"features": describe_features(library.features)}
+    return {"reason": library.reason, "fix": library.fix}
 
 
 def probe_gpu(index: int) -> dict[str, Any]:

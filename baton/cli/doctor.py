@@ -10,6 +10,7 @@ import typer
 
 from baton.cli.checks import gpu, machine, network, shared_memory
 from baton.cli.checks import model as model_checks
+from baton.cli.checks.cpu_kernels import check_cpu_kernels
 from baton.cli.checks.finding import Finding
 from baton.cli.common.errors import EXIT_FAILURE
 from baton.cli.common.options import DEFAULT_ENDPOINT, JsonOption, add_config_options
@@ -60,6 +61,7 @@ def run_checks(settings: Config, endpoint: str) -> list[Finding]:
         machine.check_python(),
         machine.check_torch(found),
         *gpu.check_gpus(settings, found),
+        check_cpu_kernels(settings, found),
         machine.check_encryption(),
         machine.check_cores(settings, len(os.sched_getaffinity(0))),
         machine.check_open_files(settings),

@@ -38,6 +38,10 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
             "with them; slower"
         ),
     ] = False
+    cpu_kernels: Annotated[
+        Literal["auto", "native", "torch"],
+        help_text("What computes on CPUs; auto: Baton's native kernels if they are there"),
+    ] = "auto"
     threads: Annotated[
         str, help_text("Compute threads of a node; auto: the cores, shared out among the nodes")
     ] = "auto"

@@ -44,8 +44,11 @@ def build_engine(config: NodeConfig, device: DeviceType, limits: StepLimits) -> 
 
 
 def _build_model_engine(config: NodeConfig, device: DeviceType, limits: StepLimits) -> Engine:
+    from node_engine.host.cpu_kernels import load_cpu_kernels
     from node_engine.model.model_loader import load_model_engine
 
+    if device == "cpu":
+        load_cpu_kernels(config)
     return load_model_engine(
         config.model,
         dtype=config.dtype,

@@ -53,6 +53,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "dtype",
         "quantize",
         "deterministic",
+        "cpu_kernels",
         "threads",
     ),
     "The cluster": (

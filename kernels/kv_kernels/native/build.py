@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from kv_kernels.native import sources
 from kv_kernels.native.build_error import BuildError
 from kv_kernels.native.compiler import Compiler, find_compiler
 
-# Seconds for one file. ziglang also builds the C++ runtime library at its first use.
+# Seconds for one file. ziglang also builds its runtime library at its first use.
 COMPILE_TIMEOUT = 600.0
 _MAX_OUTPUT_LINES = 20
 _BUILD_INFO = "build_info.cpp"  # the one source that KVN_BUILD_ID is defined for
@@ -33,6 +33,7 @@ class BuildResult:
     library: Path
     compiler: Compiler
     rebuilt: bool  # False: it was up to date already
+    warnings: str = ""  # what the compiler said
 
 
 def build_library(
@@ -57,7 +58,14 @@ def build_library(
         kept.mkdir(parents=True, exist_ok=True)
         job = _Build(compiler, folder, kept, build_id, _build_environment(environ, Path(scratch)))
         job.link(job.compile_all(), library)
-    return BuildResult(library, compiler, rebuilt=True)
+    return BuildResult(library, compiler, rebuilt=True, warnings="\n".join(job.warnings))
+
+
+def build_incrementally(library: Path) -> BuildResult:
+    """Build, and in a checkout keep what is compiled, so that a change compiles one file again."""
+    root = sources.FOLDER.parents[2]
+    in_checkout = (root / "pyproject.toml").is_file()
+    return build_library(library, objects=root / "build/native-objects" if in_checkout else None)
 
 
 def is_built_from(library: Path, build_id: str) -> bool:
@@ -89,6 +97,7 @@ class _Build:
     objects: Path
     build_id: str
     environ: Mapping[str, str]
+    warnings: list[str] = field(default_factory=list)
 
     def compile_all(self) -> list[Path]:
         """Compile all sources, as many at a time as there are cores."""
@@ -100,7 +109,9 @@ class _Build:
         """Link into a new file that then takes the place of `library`."""
         new = library.with_name(f".{library.name}.{os.getpid()}")
         try:
-            self._run([*self.compiler.link_flags, *map(str, objects), "-o", str(new)], library.name)
+            inputs = [*map(str, objects), *self.compiler.libraries]
+            exports = f"-Wl,--version-script={self.folder / sources.EXPORTS}"
+            self._run([*sources.LINK_FLAGS, exports, *inputs, "-o", str(new)], library.name)
             new.replace(library)
         except OSError as error:
             raise BuildError(f"{library} cannot be written: {error.strerror}") from error
@@ -123,7 +134,7 @@ class _Build:
 
     def _hash_inputs(self, source: Path, flags: Sequence[str]) -> str:
         digest = sha256(repr((flags, self.compiler.hash_toolchain())).encode())
-        for path in [source, *sorted(self.folder.glob("*.h"))]:
+        for path in [source, *sources.list_included_files(self.folder)]:
             digest.update(path.read_bytes())
         return digest.hexdigest()[:16]
 
@@ -147,7 +158,7 @@ class _Build:
             reason = f"{self.compiler.name} ({self.compiler.version}) failed on {what}"
             raise BuildError(reason, "\n".join(lines))
         if completed.stdout.strip():
-            print(completed.stdout.strip(), file=sys.stderr)  # noqa: T201
+            self.warnings.append(completed.stdout.strip())
 
 
 def _build_environment(environ: Mapping[str, str], scratch: Path) -> dict[str, str]:
@@ -171,20 +182,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.force:
         sources.LIBRARY.unlink(missing_ok=True)
-    result = build_or_explain(sources.LIBRARY, sources.BUILD_FAILURE, _build_in_place)
+    result = build_or_explain(sources.LIBRARY, sources.BUILD_FAILURE, build_incrementally)
     if isinstance(result, BuildError):
         print(format_failure(result), file=sys.stderr)  # noqa: T201
         return 1
+    if result.warnings:
+        print(result.warnings, file=sys.stderr)  # noqa: T201
     done = "built" if result.rebuilt else "up to date"
     print(f"{result.library}: {done} ({result.compiler.version})")  # noqa: T201
     return 0
-
-
-def _build_in_place(library: Path) -> BuildResult:
-    """In a checkout, compiled files are kept, so that a change compiles one file again."""
-    root = sources.FOLDER.parents[2]
-    in_checkout = (root / "pyproject.toml").is_file()
-    return build_library(library, objects=root / "build/native-objects" if in_checkout else None)
 
 
 if __name__ == "__main__":

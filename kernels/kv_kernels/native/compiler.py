@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kv_kernels.native.build_error import BuildError
-from kv_kernels.native.sources import HIDE_RUNTIME_FLAGS, LINK_FLAGS
 
 COMPILERS = ("c++", "g++", "clang++")  # the first one on the path is used
 VERSION_TIMEOUT = 60.0  # seconds
-# The compiler in the package ziglang. It builds for the machine's own CPU unless told otherwise, and
-# for the C library of this machine: 2.17 is that of CentOS 7, and older than every Python we run on.
+# The compiler in the package ziglang. Its defaults are this machine's own CPU and C library. glibc
+# 2.17 is older than any that our dependencies run on.
 _ZIG = ("-m", "ziglang", "c++")
 _ZIG_TARGET = ("-target", "x86_64-linux-gnu.2.17", "-mcpu=x86_64")
+_ZIG_LIBRARIES = ("-nostdlib++",)
+_LIBRARIES = ("-nodefaultlibs", "-lpthread", "-lm", "-lc", "-lgcc")
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,13 @@ class Compiler:
         return _ZIG_TARGET if self.is_zig else ()
 
     @property
-    def link_flags(self) -> tuple[str, ...]:
-        return LINK_FLAGS if self.is_zig else (*LINK_FLAGS, *HIDE_RUNTIME_FLAGS)
+    def libraries(self) -> tuple[str, ...]:
+        """What to link with: the C library, and not the runtime library of C++."""
+        return _ZIG_LIBRARIES if self.is_zig else _LIBRARIES
 
     def hash_toolchain(self) -> str:
         """16 hexadecimal digits for the compiler and its version."""
-        known = repr((self.command, self.version, self.target_flags))
+        known = repr((self.command, self.version, self.target_flags, self.libraries))
         return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 

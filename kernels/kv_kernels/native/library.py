@@ -16,8 +16,7 @@ CpuKernelMode = Literal["auto", "native", "torch"]
 
 # Names of CpuFeature, separated by commas: kernels use no others. Only tests set it.
 FEATURES_VARIABLE = "KVN_FEATURES"
-_BUILD = "python -m kv_kernels.native.build"
-_OTHER_CPU = "none on this CPU: torch kernels serve"
+_BUILD = "run python -m kv_kernels.native.build"
 
 
 class CpuFeature(IntFlag):
@@ -43,10 +42,10 @@ class NativeLibrary:
 
 @dataclass(frozen=True)
 class NoNativeLibrary:
-    """Why the torch kernels compute, in one sentence, and what would change that."""
+    """Why there are none, in one sentence, so that torch's kernels compute."""
 
     reason: str
-    fix: str = ""
+    fix: str = ""  # "" if nothing helps on this machine
 
     def describe(self) -> str:
         return f"torch ({self.reason})"
@@ -73,23 +72,23 @@ def open_library(
 ) -> NativeLibrary | NoNativeLibrary:
     """Open the library at `path`, which was built from `folder`, or say why that cannot be."""
     if reason := sources.why_unsupported_machine():
-        return NoNativeLibrary(reason, _OTHER_CPU)
+        return NoNativeLibrary(reason)
     if not path.exists():
         return NoNativeLibrary(*_explain_missing(failure))
     try:
         functions = ctypes.CDLL(str(path))
         version = _declare(functions)
     except (OSError, AttributeError) as error:
-        return NoNativeLibrary(f"{path.name} cannot be loaded: {error}", f"build it: {_BUILD}")
+        return NoNativeLibrary(f"{path.name} cannot be loaded: {error}", _BUILD)
     if version != ABI_VERSION:
         return NoNativeLibrary(
             f"{path.name} has ABI version {version}, and this version of Baton needs {ABI_VERSION}",
-            f"build it: {_BUILD}",
+            _BUILD,
         )
     build_id: str = functions.kvn_build_id().decode(errors="replace")
     if sources.list_sources(folder) and build_id.split(".")[0] != sources.hash_sources(folder):
         reason = f"{path.name} is stale: its sources or flags have changed since it was built"
-        return NoNativeLibrary(reason, f"build it: {_BUILD}")
+        return NoNativeLibrary(reason, _BUILD)
     return _check_features(functions, build_id, environ)
 
 
@@ -111,7 +110,7 @@ def _check_features(
         functions.kvn_limit_cpu_features(parse_features(names))
     features = CpuFeature(functions.kvn_cpu_features())
     if CpuFeature.AVX2 not in features:
-        return NoNativeLibrary("this CPU has no AVX2 with FMA and F16C", _OTHER_CPU)
+        return NoNativeLibrary("this CPU has no AVX2 with FMA and F16C")
     return NativeLibrary(functions, features, build_id)
 
 
@@ -139,5 +138,8 @@ def _explain_missing(failure: Path) -> tuple[str, str]:
     try:
         reason = failure.read_text().partition("\n")[0]
     except OSError:
-        return f"{sources.LIBRARY_NAME} is not built", f"build it: {_BUILD}"
-    return f"the build failed: {reason}", f"install a C++ compiler, then {_BUILD}"
+        return f"{sources.LIBRARY_NAME} is not built", _BUILD
+    return (
+        f"the build failed: {reason}",
+        f"install a C++ compiler, such as g++ or the package ziglang, then {_BUILD}",
+    )

@@ -20,9 +20,14 @@ COMPILE_FLAGS = (
     "-fvisibility=hidden",
     "-fvisibility-inlines-hidden",
     "-fno-math-errno",
+    "-fno-exceptions",
+    "-fno-rtti",
     "-pthread",
     "-Wall",
     "-Wextra",
+    # GCC 12 warns of its own header: https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105593
+    "-Wno-unknown-warning-option",
+    "-Wno-maybe-uninitialized",
 )
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
 _AVX512_FLAGS = (
@@ -34,14 +39,20 @@ _AVX512_FLAGS = (
     "-mavx512vnni",
     *_AVX2_FLAGS,
 )
-LINK_FLAGS = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc", "-Wl,--no-undefined")
-# Keeps what the C++ runtime defines out of the library's symbols. ziglang does so by itself.
-HIDE_RUNTIME_FLAGS = ("-Wl,--exclude-libs,ALL",)
-_ALL_FLAGS = (COMPILE_FLAGS, _AVX512_FLAGS, LINK_FLAGS, HIDE_RUNTIME_FLAGS)
+# No C++ runtime library: src/allocation.cpp has what the sources may use of it. What else they need
+# of it is an error here rather than on a machine of another distribution.
+LINK_FLAGS = ("-shared", "-pthread", "-Wl,--no-undefined")
+EXPORTS = "exports.map"
+_ALL_FLAGS = (COMPILE_FLAGS, _AVX512_FLAGS, LINK_FLAGS)
 
 
 def list_sources(folder: Path = SOURCE_FOLDER) -> list[Path]:
     return sorted(folder.glob("*.cpp"))
+
+
+def list_included_files(folder: Path = SOURCE_FOLDER) -> list[Path]:
+    """What compiler and linker read beside the sources: a change compiles all of them again."""
+    return sorted(path for path in folder.iterdir() if path.suffix in (".h", ".inl", ".map"))
 
 
 def instruction_flags(source: Path) -> tuple[str, ...]:
@@ -54,7 +65,7 @@ def instruction_flags(source: Path) -> tuple[str, ...]:
 def hash_sources(folder: Path = SOURCE_FOLDER) -> str:
     """16 hexadecimal digits for the sources, their headers and the flags."""
     digest = hashlib.sha256(repr(_ALL_FLAGS).encode())
-    for path in [*list_sources(folder), *sorted(folder.glob("*.h"))]:
+    for path in [*list_sources(folder), *list_included_files(folder)]:
         digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

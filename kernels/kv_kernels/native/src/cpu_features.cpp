@@ -43,13 +43,17 @@ uint32_t consistent(uint32_t features) {
   return features & KVN_AVX512 ? features : KVN_AVX2;
 }
 
+constexpr uint32_t kUnknown = ~0u;
+
+std::atomic<uint32_t> detected{kUnknown};  // every thread that finds it unknown detects the same
 std::atomic<uint32_t> allowed{~0u};
 
 }  // namespace
 
 uint32_t kvn_cpu_features() {
-  static const uint32_t detected = detect();
-  return consistent(detected & allowed.load(std::memory_order_relaxed));
+  uint32_t features = detected.load(std::memory_order_relaxed);
+  if (features == kUnknown) detected.store(features = detect(), std::memory_order_relaxed);
+  return consistent(features & allowed.load(std::memory_order_relaxed));
 }
 
 void kvn_limit_cpu_features(uint32_t mask) { allowed.store(mask, std::memory_order_relaxed); }
