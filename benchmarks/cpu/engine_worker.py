@@ -22,7 +22,7 @@ from node_engine.model.model_loader import load_model_engine
 
 _WARM_UP_TOKENS = 512
 _INT8, _NATIVE, _TORCH = "int8", "native", "torch"
-_KERNEL_OPTION = "cpu_kernels"  # of load_model_engine, which chooses between kernels of a CPU
+_LIBRARY_OPTION = "native_library"  # of load_model_engine; without it, torch's kernels compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def list_quantizations() -> list[str]:
 
 def list_kernels() -> list[str]:
     """Return the kernels that engines on this CPU can choose, the default ones first."""
-    has_choice = _KERNEL_OPTION in signature(load_model_engine).parameters
+    has_choice = _LIBRARY_OPTION in signature(load_model_engine).parameters
     is_native = has_choice and isinstance(load_library(), NativeLibrary)
     return [_NATIVE, _TORCH] if is_native else [_TORCH]
 
@@ -107,8 +107,8 @@ def load_engine(
 ) -> None:
     """Load the engine that the next calls in this process measure."""
     options: dict[str, Any] = {"threads": threads, "quantize": variant.quantization}
-    if list_kernels() != [_TORCH]:
-        options[_KERNEL_OPTION] = variant.kernels
+    if variant.kernels == _NATIVE:
+        options[_LIBRARY_OPTION] = load_library()
     sizes = EngineSizes(max_batched_tokens=_WARM_UP_TOKENS, cache_bytes=cache_bytes)
     _ProcessEngine.loaded = LoadedEngine(model, "cpu", sizes, **options)
 
