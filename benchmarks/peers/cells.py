@@ -134,11 +134,14 @@ class CellMedians:
     disturbed: int  # rounds that other processes disturbed in every attempt
 
     def median(self, figure: str) -> float:
-        return statistics.median(getattr(one, figure) for one in self.rounds)
+        return statistics.median(self._list_values(figure))
 
     def spread(self, figure: str) -> tuple[float, float]:
-        values = [getattr(one, figure) for one in self.rounds]
+        values = self._list_values(figure)
         return min(values), max(values)
+
+    def _list_values(self, figure: str) -> list[float]:
+        return [getattr(one, figure) for one in self.rounds]
 
     @property
     def errors(self) -> Counter[str]:

@@ -3,9 +3,9 @@
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from time import perf_counter
 
 from benchmarks.figures.process_time import cpu_seconds
 
@@ -78,13 +78,13 @@ class ForeignLoad:
     def __init__(self, roots: Iterable[int]) -> None:
         """`roots` and their descendants are the known processes; this one is known too."""
         self._roots = [*roots, os.getpid()]
-        self._started = time.perf_counter()
+        self._started = perf_counter()
         self._foreign = self._read_foreign_seconds()
 
     def measure_cores(self) -> float:
         """Return how many cores, in the mean, were busy with anything but known processes."""
         used = self._read_foreign_seconds() - self._foreign
-        return max(0.0, used / (time.perf_counter() - self._started))
+        return max(0.0, used / (perf_counter() - self._started))
 
     def _read_foreign_seconds(self) -> float:
         known = {pid for root in self._roots for pid in list_tree(root)}

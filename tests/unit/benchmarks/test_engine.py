@@ -11,7 +11,7 @@ from rich.console import Console
 from benchmarks import engine
 from benchmarks.__main__ import make_parser
 from benchmarks.clusters.llama_folders import LLAMA_TINY, write_llama_folder
-from benchmarks.cpu.engine_worker import DecodeCase, EngineVariant, PrefillCase
+from benchmarks.cpu.engine_worker import DecodeCase, EngineCase, EngineVariant, PrefillCase
 from benchmarks.cpu.rates import CpuRates, RateSizes
 from benchmarks.cpu.shapes import SHAPES, open_model
 
@@ -52,7 +52,7 @@ def test_every_step_stands_beside_the_least_possible_time(tmp_path: Path) -> Non
 def test_the_least_time_is_of_bytes_or_of_operations() -> None:
     """The model `small` reads 774.5 MB in a decode step, and the KV of its sequences."""
     rates = CpuRates(70e9, {"bfloat16": 424e9, "int8": 720e9, "float32": 190e9})
-    cases = [DecodeCase(1, 160, 16), DecodeCase(16, 160, 16), PrefillCase(512)]
+    cases: list[EngineCase] = [DecodeCase(1, 160, 16), DecodeCase(16, 160, 16), PrefillCase(512)]
     rounds = engine.EngineRounds([rates])
     for case in cases:
         rounds.seconds[BF16, case].append(0.1)

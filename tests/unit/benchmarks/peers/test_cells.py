@@ -75,7 +75,10 @@ def test_latencies_are_of_short_requests_and_throughput_of_all() -> None:
 def medians(*values: float, errors: int = 0, disturbed: int = 0) -> CellMedians:
     """Rounds in which all figures have the same value."""
     return CellMedians(
-        tuple(CellFigures(*[value] * 4, Counter({"timeout": errors})) for value in values),
+        tuple(
+            CellFigures(value, value, value, value, Counter({"timeout": errors}))
+            for value in values
+        ),
         disturbed,
     )
 

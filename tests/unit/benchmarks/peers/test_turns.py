@@ -92,7 +92,7 @@ def test_only_unknown_processes_are_foreign(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(processes, "_read_busy_seconds", lambda: next(busy))
     monkeypatch.setattr(processes, "cpu_seconds", lambda pid: next(used))
     monkeypatch.setattr(processes, "list_tree", lambda root: [7])
-    monkeypatch.setattr(processes.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr("benchmarks.peers.processes.perf_counter", lambda: next(now))
     assert ForeignLoad([7]).measure_cores() == pytest.approx(1.5)
 
 
