@@ -1,13 +1,16 @@
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
 from node_engine.model.config.model_config import load_model_config
-from node_engine.model.loading import checkpoint_digest
+from node_engine.model.loading.checkpoint import Checkpoint
 from node_engine.model.loading.checkpoint_digest import find_model_digest
+from node_engine.model.loading.model_tensors import CheckpointTensors
 from node_engine.model.loading.packed_weights import checkpoint_fingerprint
 from node_engine.model.loading.packed_weights.digest_cache import ModelDigestCache
 from node_engine.model.model_loader import load_model_engine
@@ -23,7 +26,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def find(folder: Path, cache: ModelDigestCache | None) -> bytes:
-    return find_model_digest(folder, load_model_config(folder), cache=cache)
+    config = load_model_config(folder)
+    with closing(CheckpointTensors(folder, config, torch.float32, torch.device("cpu"))) as tensors:
+        return find_model_digest(folder, tensors, cache)
 
 
 def test_an_unchanged_checkpoint_is_not_read_and_a_changed_one_is(
@@ -34,11 +39,11 @@ def test_an_unchanged_checkpoint_is_not_read_and_a_changed_one_is(
     loaded = load_model_engine(folder).model_digest
     assert find(folder, cache) == find(folder, None) == loaded
 
-    def refuse(path: Path) -> None:
-        raise AssertionError(f"the tensors of {path} are read")
+    def refuse(_: Checkpoint, name: str) -> None:
+        raise AssertionError(f"{name} is read")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_digest, "Checkpoint", refuse)
+        patch.setattr(Checkpoint, "load_tensor", refuse)
         assert find(folder, cache) == loaded
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][:1].add_(1e-3)
