@@ -9,12 +9,12 @@ import torch
 
 from baton.errors import ConfigError
 from baton.kv.blocks import KVLayout
-from baton.models.model_identity import UNQUANTIZED, Quantization
+from baton.models.model_identity import UNQUANTIZED, KVDType, Quantization
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
 from node_engine.model.config.model_config import ModelConfig, load_model_config
-from node_engine.model.loading.quantization_support import check_quantization
+from node_engine.model.loading.quantization_support import check_kv_dtype, check_quantization
 from node_engine.model.loading.weight_memory import report_too_large_model
 from node_engine.model.loading.weights import ModelWeights, build_dummy_weights, load_weights
 from node_engine.model.model_engine import ModelEngine, Sampler
@@ -42,6 +42,7 @@ def load_model_engine(
     uses_graphs: bool = True,
     deterministic: bool = False,
     quantize: Quantization = UNQUANTIZED,
+    kv_dtype: KVDType = "auto",
     emulates_fp8: bool = False,
 ) -> BaseEngine:
     """Build an engine from a Hugging Face folder.
@@ -58,11 +59,13 @@ def load_model_engine(
     where = resolve_device(device)
     _check_determinism(where, deterministic=deterministic)
     kernels = (choose_kernels or partial(kernels_for, deterministic=deterministic))(where)
-    layout = _build_layout(config, block_size, _resolve_dtype(dtype, config))
-    check_quantization(quantize, config, layout.dtype, where, emulates_fp8=emulates_fp8)
-    with torch.inference_mode(), report_too_large_model(config, layout.dtype, where):
+    computed = _resolve_dtype(dtype, config)
+    layout = _build_layout(config, block_size, computed if kv_dtype == "auto" else kv_dtype)
+    check_quantization(quantize, config, computed, where, emulates_fp8=emulates_fp8)
+    check_kv_dtype(kv_dtype, config, where)
+    with torch.inference_mode(), report_too_large_model(config, computed, where):
         read_weights = _build_dummy if load_format == "dummy" else load_weights
-        weights = read_weights(folder, config, TORCH_DTYPES[layout.dtype], where, kernels, quantize)
+        weights = read_weights(folder, config, TORCH_DTYPES[computed], where, kernels, quantize)
         longest = _resolve_length(max_model_len, config)
         if where.type == "cuda":
             graph_rows = max_num_seqs if uses_graphs else 0
@@ -70,7 +73,9 @@ def load_model_engine(
                 config, weights, kernels, layout, where, longest, graph_rows, deterministic
             )
         model = Transformer(config, weights, kernels)
-    return ModelEngine(config, model, kernels, layout, where, longest, weights.digest, sampler)
+    return ModelEngine(
+        config, model, kernels, layout, where, longest, weights.digest, sampler, computed
+    )
 
 
 def _build_layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
