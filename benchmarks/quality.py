@@ -15,7 +15,7 @@ from rich.console import Console
 
 from baton.cli.common.default_model import find_default_model
 from baton.errors import ConfigError
-from baton.models.model_identity import FP8, INT8, UNQUANTIZED, Quantization
+from baton.models.model_identity import FP8, INT8, UNQUANTIZED, KVDType, Quantization
 from baton.types import TokenLogprobs
 from benchmarks.figures.report import HardwareMissing, ResultRow, make_row, print_rows
 from benchmarks.text.text_scores import (
@@ -38,11 +38,14 @@ class QualityCase(NamedTuple):
 
     name: str
     quantize: Quantization
+    kv_dtype: KVDType = "auto"
 
 
 BASELINE = QualityCase("bf16", UNQUANTIZED)
 CASES = (
     QualityCase("int8", INT8),
+    QualityCase("int8_kv", UNQUANTIZED, "int8"),
+    QualityCase("int8_and_int8_kv", INT8, "int8"),
     QualityCase("fp8", FP8),
 )
 
@@ -105,6 +108,7 @@ def score_case(
         dtype="bfloat16",
         device="cpu",
         quantize=case.quantize,
+        kv_dtype=case.kv_dtype,
         max_model_len=WINDOW_TOKENS,
         threads=threads,
         emulates_fp8=True,

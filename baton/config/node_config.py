@@ -35,6 +35,10 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
             "Of the layers' products, when loaded; int8: on CPUs; fp8: e4m3, on a GPU that has FP8"
         ),
     ] = "none"
+    kv_dtype: Annotated[
+        Literal["auto", "int8"],
+        help_text("Of the KV cache; auto: that of --dtype; int8: half of bfloat16, on CPUs"),
+    ] = "auto"
     deterministic: Annotated[
         bool,
         help_text(

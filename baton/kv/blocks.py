@@ -16,7 +16,9 @@ from typing import NewType
 
 from baton.errors import LayoutMismatch
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+INT8_KV = "int8"  # the dtype of KV whose rows have a scale of their own
+KV_SCALE_BYTES = 4  # fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class KVLayout:
     """Shape and memory order `[block][layer][k|v][kv_head][token][dim]` of the KV cache.
 
     A block is contiguous, and so is one layer's part of it (a *slab*), and so is a range of heads
-    inside K or V.
+    inside K or V. With dtype int8, the `head_dim` values of one token and head are followed by
+    their fp32 scale: a row of `row_bytes` in all.
     """
 
     num_layers: int
@@ -34,9 +37,15 @@ class KVLayout:
     dtype: str  # a key of DTYPE_BYTES
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of K or V of one token and head."""
+        scale_bytes = KV_SCALE_BYTES if self.dtype == INT8_KV else 0
+        return self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes
+
+    @property
     def slab_bytes(self) -> int:
         """Bytes of one layer's K and V in one block."""
-        return 2 * self.num_kv_heads * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        return 2 * self.num_kv_heads * self.block_size * self.row_bytes
 
     @property
     def block_bytes(self) -> int:

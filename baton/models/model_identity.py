@@ -8,6 +8,7 @@ from typing import Literal
 
 from baton.kv.blocks import KVLayout
 
+KVDType = Literal["auto", "int8"]  # of keys and values; auto: the dtype of the arithmetic
 Quantization = Literal["none", "fp8", "int8"]  # of the products of a model's layers
 
 NATIVE_IMPLEMENTATION = "native"  # the model code of node_engine/model

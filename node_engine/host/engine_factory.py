@@ -55,6 +55,7 @@ def _build_model_engine(config: NodeConfig, device: DeviceType, limits: StepLimi
         config.model,
         dtype=config.dtype,
         quantize=config.quantize,
+        kv_dtype=config.kv_dtype,
         device=device,
         block_size=config.block_size,
         max_model_len=config.max_model_len or None,

@@ -21,6 +21,7 @@ from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.core.step.engine import LayerCallback
 from node_engine.core.step.step_batch import SampleSpec, SequenceSlice, SliceResult, StepBatch
 from node_engine.model.common.base_engine import (
+    TORCH_DTYPES,
     logits_by_row,
     score_prompt_rows,
     translate_device_errors,
@@ -47,7 +48,7 @@ class ForwardBatchBuilder:
         self._cache = cache
         self._windows = windows
         self._block_size = cache.block_size
-        self._dtype = cache.arena.dtype
+        self._dtype = cache.dtype
         self._device = cache.arena.device
         self._mask = kernels.causal_mask(_MASK_GROWTH_TOKENS, self._dtype, self._device)
         self._window_masks: dict[int, torch.Tensor] = {}
@@ -193,9 +194,18 @@ class ModelEngine(HostMemoryEngine):
         max_model_len: int,
         digest: bytes,
         sampler: Sampler,
+        dtype: str | None = None,
     ) -> None:
+        """`dtype` is that of the arithmetic; None: that of the cache, which is then not int8."""
         super().__init__(
-            config, kernels, layout, device, max_model_len, digest, quantization=model.quantization
+            config,
+            kernels,
+            layout,
+            device,
+            max_model_len,
+            digest,
+            quantization=model.quantization,
+            dtype=dtype,
         )
         self._model = model
         self._sample_tokens = sampler
@@ -209,7 +219,7 @@ class ModelEngine(HostMemoryEngine):
         cannot use it, and DeviceLost if the GPU has failed.
         """
         memory = self._wrap_host_memory(arena, num_blocks, may_be_longer=True)
-        self._cache = PagedCache.from_arena(memory)
+        self._cache = PagedCache.from_arena(memory, TORCH_DTYPES[self._dtype])
         self._batch_builder = ForwardBatchBuilder(self._kernels, self._cache, self._config.windows)
         self._num_blocks = num_blocks
 

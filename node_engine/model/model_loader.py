@@ -9,14 +9,14 @@ import torch
 
 from baton.errors import ConfigError
 from baton.kv.blocks import KVLayout
-from baton.models.model_identity import FP8, UNQUANTIZED, Quantization
+from baton.models.model_identity import FP8, UNQUANTIZED, KVDType, Quantization
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.native.library import NativeLibrary
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
 from node_engine.model.config.model_config import ModelConfig, load_model_config
 from node_engine.model.cpu.native_loader import WeightSharing, load_native_engine
-from node_engine.model.loading.quantization_support import check_quantization
+from node_engine.model.loading.quantization_support import check_kv_dtype, check_quantization
 from node_engine.model.loading.weight_memory import report_too_large_model
 from node_engine.model.loading.weights import ModelWeights, build_dummy_weights, load_weights
 from node_engine.model.model_engine import ModelEngine, Sampler
@@ -45,6 +45,7 @@ def load_model_engine(
     uses_graphs: bool = True,
     deterministic: bool = False,
     quantize: Quantization = UNQUANTIZED,
+    kv_dtype: KVDType = "auto",
     emulates_fp8: bool = False,
     native_library: NativeLibrary | None = None,
     open_sharing: Callable[[], WeightSharing] | None = None,
@@ -65,23 +66,28 @@ def load_model_engine(
     where = resolve_device(device)
     _check_determinism(where, deterministic=deterministic)
     kernels = (choose_kernels or partial(kernels_for, deterministic=deterministic))(where)
-    layout = _build_layout(config, block_size, _resolve_dtype(dtype, config))
-    check_quantization(quantize, config, layout.dtype, where, emulates_fp8=emulates_fp8)
+    computed = _resolve_dtype(dtype, config)
+    layout = _build_layout(config, block_size, computed if kv_dtype == "auto" else kv_dtype)
+    check_quantization(quantize, config, computed, where, emulates_fp8=emulates_fp8)
+    check_kv_dtype(kv_dtype, config, where)
     longest = _resolve_length(max_model_len, config)
-    if native_library is not None and where.type == "cpu" and quantize != FP8:
+    is_native = where.type == "cpu" and quantize != FP8 and layout.dtype == computed
+    if native_library is not None and is_native:
         return _load_native(
             folder, config, layout, longest, quantize, native_library, load_format, open_sharing
         )
-    with torch.inference_mode(), report_too_large_model(config, layout.dtype, where):
+    with torch.inference_mode(), report_too_large_model(config, computed, where):
         read_weights = _build_dummy if load_format == "dummy" else load_weights
-        weights = read_weights(folder, config, TORCH_DTYPES[layout.dtype], where, kernels, quantize)
+        weights = read_weights(folder, config, TORCH_DTYPES[computed], where, kernels, quantize)
         if where.type == "cuda":
             graph_rows = max_num_seqs if uses_graphs else 0
             return _build_gpu_engine(
                 config, weights, kernels, layout, where, longest, graph_rows, deterministic
             )
         model = Transformer(config, weights, kernels)
-    return ModelEngine(config, model, kernels, layout, where, longest, weights.digest, sampler)
+    return ModelEngine(
+        config, model, kernels, layout, where, longest, weights.digest, sampler, computed
+    )
 
 
 def _load_native(

@@ -5,7 +5,8 @@ from typing import Any
 
 from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_finding
 from baton.config.settings import Config
-from baton.models.model_identity import FP8, FP8_MIN_CAPABILITY, INT8, Quantization
+from baton.kv.blocks import INT8_KV
+from baton.models.model_identity import FP8, FP8_MIN_CAPABILITY, INT8
 from baton.shared_memory.available_memory import format_size
 
 MIN_CAPABILITY = (8, 0)  # of products in bfloat16
@@ -26,7 +27,7 @@ def check_gpus(config: Config, found: Mapping[str, Any]) -> list[Finding]:
         check_driver(found, may_use_gpus=may_use_gpus),
         check_device(found, config.device, config.engine),
         *([check_capability(gpus), check_free_memory(gpus)] if gpus else []),
-        *(check_quantization(config.quantize, gpus) if config.engine == "model" else []),
+        *(check_int8_and_fp8(config, gpus) if config.engine == "model" else []),
         check_triton(found),
     ]
 
@@ -120,22 +121,25 @@ def check_capability(gpus: Sequence[Mapping[str, Any]]) -> Finding:
     )
 
 
-def check_quantization(quantize: Quantization, gpus: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Check that nodes on these GPUs, or on the CPU if there are none, can serve --quantize."""
-    if quantize == FP8:
-        return [check_fp8(gpus)]
-    return [check_int8(gpus)] if quantize == INT8 else []
+def check_int8_and_fp8(config: Config, gpus: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Check that nodes on these GPUs, or on the CPU if there are none, can serve both settings."""
+    findings = []
+    if config.quantize == FP8:
+        findings.append(check_fp8(gpus))
+    if config.quantize == INT8:
+        fix = "set --device cpu, --quantize fp8 on GPUs that have FP8, or --quantize none"
+        findings.append(check_int8("--quantize", gpus, fix))
+    if config.kv_dtype == INT8_KV:
+        findings.append(check_int8("--kv-dtype", gpus, "set --device cpu or --kv-dtype auto"))
+    return findings
 
 
-def check_int8(gpus: Sequence[Mapping[str, Any]]) -> Finding:
-    """Check that nodes compute on the CPU."""
+def check_int8(option: str, gpus: Sequence[Mapping[str, Any]], fix: str) -> Finding:
+    """Check that nodes compute on the CPU, where `option` may be int8."""
     if not gpus:
-        return ok_finding("int8", "on the CPU")
-    return bad_finding(
-        "int8",
-        f"--quantize int8 is for CPUs, and nodes compute on {gpus[0]['name']}",
-        "set --device cpu, --quantize fp8 on GPUs that have FP8, or --quantize none",
-    )
+        return ok_finding("int8", f"{option} int8, on the CPU")
+    cause = f"{option} int8 is for CPUs, and nodes compute on {gpus[0]['name']}"
+    return bad_finding("int8", cause, fix)
 
 
 def check_fp8(gpus: Sequence[Mapping[str, Any]]) -> Finding:

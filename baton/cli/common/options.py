@@ -52,6 +52,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "device",
         "dtype",
         "quantize",
+        "kv_dtype",
         "deterministic",
         "cpu_kernels",
         "threads",

@@ -361,7 +361,7 @@ class ContextCapacity:
             max_model_len=largest.max_model_len,
             cache_tokens=largest.num_blocks * largest.layout.block_size,
             model_digest=largest.model_digest,
-            dtype=largest.layout.dtype,
+            dtype=largest.dtype,
             quantization=largest.quantization,
             current_max_context=_largest_node(here).max_context_tokens if here else 0,
         )

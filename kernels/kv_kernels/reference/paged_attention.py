@@ -1,7 +1,8 @@
 """The paged KV cache and attention over it in plain torch: the reference, and what a CPU runs.
 
-The arena is `[blocks, layers, 2, kv_heads, block_size, dim]`, contiguous; K is 0 and V is 1. A
-*slab* is one layer of one block, a *page* one head of K or V in a slab.
+The arena is `[blocks, layers, 2, kv_heads, block_size, row]`, contiguous; K is 0 and V is 1. A
+*slab* is one layer of one block, a *page* one head of K or V in a slab. A row has `dim` numbers;
+in int8 its scale stands behind them (`int8_kv.py`), and attention decodes the pages it gathers.
 
 Attention gathers pages once per layer by one `index_select` of whole pages, so that keys and values
 of a sequence come out as `[kv_heads, tokens, dim]` without a transposition (advanced indexing is
@@ -16,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+
+from kv_kernels.reference import int8_kv
 
 # Queries of a chunk per call: most of the masked triangle is skipped, and scores stay in L2.
 QUERY_TILE = 64
@@ -33,18 +36,28 @@ AttentionOp = Callable[[torch.Tensor, int, torch.Tensor], None]
 class PagedCache:
     """The arena and the views of each layer, made once: making them costs time in a decode step."""
 
-    arena: torch.Tensor  # [blocks, layers, 2, kv_heads, block_size, dim]
-    layer_slabs: tuple[torch.Tensor, ...]  # per layer [blocks, 2, kv_heads, block_size, dim]
-    # Per layer [rows, block_size * dim]; compute_page_rows has the row numbers.
+    arena: torch.Tensor  # [blocks, layers, 2, kv_heads, block_size, row]
+    layer_slabs: tuple[torch.Tensor, ...]  # per layer [blocks, 2, kv_heads, block_size, row]
+    # Per layer [rows, block_size * row]; compute_page_rows has the row numbers.
     layer_pages: tuple[torch.Tensor, ...]
+    dtype: torch.dtype  # of keys and values where attention computes with them
 
     @staticmethod
-    def from_arena(arena: torch.Tensor) -> "PagedCache":
-        _, layers, two, heads, block_size, dim = arena.shape
-        pages = arena.view(-1, block_size * dim)
+    def from_arena(arena: torch.Tensor, dtype: torch.dtype | None = None) -> "PagedCache":
+        """`dtype` is that of attention; None: that of the arena, which is then not int8."""
+        _, layers, two, heads, block_size, row = arena.shape
+        pages = arena.view(-1, block_size * row)
         return PagedCache(
-            arena, arena.unbind(1), tuple(pages[n * two * heads :] for n in range(layers))
+            arena,
+            arena.unbind(1),
+            tuple(pages[n * two * heads :] for n in range(layers)),
+            dtype or arena.dtype,
         )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether rows are in int8, with a scale each."""
+        return self.arena.dtype is torch.int8
 
     @property
     def block_size(self) -> int:
@@ -56,8 +69,9 @@ class PagedCache:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in one layer."""
-        return 2 * self.kv_heads * self.arena.shape[5] * self.arena.itemsize
+        """Bytes of one token's keys and values in one layer, as attention reads them."""
+        scale_bytes = int8_kv.SCALE_BYTES if self.is_quantized else 0
+        return 2 * self.kv_heads * (self.arena.shape[5] - scale_bytes) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +90,8 @@ def write_kv(
 ) -> None:
     """Write keys and values of a step's tokens into one layer of the arena."""
     slab = cache.layer_slabs[layer]
-    slab[slots.blocks, :, :, slots.offsets] = kv.unflatten(1, slab.shape[1:3])
+    rows = int8_kv.encode_rows(kv) if cache.is_quantized else kv
+    slab[slots.blocks, :, :, slots.offsets] = rows.unflatten(1, slab.shape[1:3])
 
 
 def gather_slabs(
@@ -127,7 +142,7 @@ def clear_blocks(
 
     A block that a step begins but does not fill is cleared first: attention over padded lengths
     multiplies its unwritten tail by 0, and 0 times a stale NaN would be NaN."""
-    arena.index_fill_(0, blocks, 0.0)
+    arena.index_fill_(0, blocks, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +186,10 @@ def gather_pages(
 ) -> tuple[torch.Tensor, ...]:
     """Keys and values, each [sequences, kv_heads, tokens, dim]."""
     pages = cache.layer_pages[layer].index_select(0, rows)
-    return pages.view(2, sequences, cache.kv_heads, -1, cache.arena.shape[5]).unbind()
+    rows_of_heads = pages.view(2, sequences, cache.kv_heads, -1, cache.arena.shape[5])
+    if cache.is_quantized:
+        rows_of_heads = int8_kv.decode_rows(rows_of_heads, cache.dtype)
+    return rows_of_heads.unbind()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from node_engine.core.step.engine import ModelSize
 from node_engine.core.step.step_batch import SequenceSlice, StepBatch
 
 # Of one parameter, by the precision of its product.
-PARAMETER_BYTES = DTYPE_BYTES | {"fp8": 1, "int8": 1}
+PARAMETER_BYTES = DTYPE_BYTES | {"fp8": 1}
 
 
 class StepWork(NamedTuple):

@@ -26,7 +26,7 @@ from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.config.model_size import build_model_size
 from node_engine.model.sampling.logprobs import compute_logprobs, compute_rows_at_once
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 class BaseEngine(ABC):
@@ -42,6 +42,7 @@ class BaseEngine(ABC):
         digest: bytes,
         *,
         quantization: Quantization = UNQUANTIZED,
+        dtype: str | None = None,  # of the arithmetic; None: that of the cache
     ) -> None:
         self.compute_device = describe_device(device)
         self.model_size: ModelSize | None = build_model_size(config)
@@ -52,6 +53,7 @@ class BaseEngine(ABC):
         self._max_model_len = max_model_len
         self._digest = digest
         self._quantization = quantization
+        self._dtype = dtype or layout.dtype
 
     @property
     def layout(self) -> KVLayout:
@@ -75,12 +77,11 @@ class BaseEngine(ABC):
 
     @property
     def model_identity(self) -> ModelIdentity:
-        config, dtype = self._config, self._layout.dtype
-        digest = self._digest.hex()
+        config, digest = self._config, self._digest.hex()
         return ModelIdentity(
             NATIVE_IMPLEMENTATION,
             digest,
-            dtype,
+            self._dtype,
             self._quantization,
             self._layout,
             config.vocab_size,
@@ -108,7 +109,7 @@ class BaseEngine(ABC):
     def _wrap_host_memory(
         self, arena: memoryview, num_blocks: int, *, may_be_longer: bool
     ) -> torch.Tensor:
-        """The arena as a tensor [blocks, layers, 2, kv_heads, block_size, dim] for kernels.
+        """The arena as a tensor [blocks, layers, 2, kv_heads, block_size, row] for kernels.
 
         Raises ValueError if it is read-only, too short or not whole blocks, ConfigError if the GPU
         cannot use it, and DeviceLost if the GPU has failed.
@@ -134,9 +135,8 @@ class BaseEngine(ABC):
                 f" like {DEFAULT_SEGMENT_FOLDER}: choose one with --segment-dir; or allow the"
                 " process more locked memory (ulimit -l)"
             ) from error
-        return memory.view(
-            reach, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim
-        )
+        row = layout.row_bytes // memory.itemsize
+        return memory.view(reach, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, row)
 
 
 def logits_by_row(

@@ -1,10 +1,11 @@
-"""Checks whether a model can be served with a `--quantize` on a device."""
+"""Checks whether a model can be served with a `--quantize` and a `--kv-dtype` on a device."""
 
 import torch
 
 from baton.errors import ConfigError
-from baton.models.model_identity import FP8, FP8_MIN_CAPABILITY, INT8, Quantization
+from baton.models.model_identity import FP8, FP8_MIN_CAPABILITY, INT8, KVDType, Quantization
 from kv_kernels.reference.fp8 import WIDTH_MULTIPLE
+from kv_kernels.reference.int8_kv import DIM_MULTIPLE
 from kv_kernels.reference.int8_linear import MAX_WIDTH
 from node_engine.model.config.model_config import ModelConfig
 
@@ -27,7 +28,7 @@ def check_quantization(
             require_fp8_products(device)
     if quantize == INT8:
         require_int8_model(config)
-        require_cpu(device)
+        require_cpu(device, "quantize", "choose --quantize fp8 on a GPU that has FP8,")
 
 
 def require_int8_model(config: ModelConfig) -> None:
@@ -46,13 +47,26 @@ def require_int8_model(config: ModelConfig) -> None:
             )
 
 
-def require_cpu(device: torch.device) -> None:
-    """Raises ConfigError for a GPU, which has no int8 products here."""
+def check_kv_dtype(kv_dtype: KVDType, config: ModelConfig, device: torch.device) -> None:
+    """Raises ConfigError if the model cannot be served on `device` with this `--kv-dtype`."""
+    if kv_dtype == "auto":
+        return
+    require_cpu(device, "kv_dtype", "choose --kv-dtype auto,")
+    if config.head_dim % DIM_MULTIPLE:
+        raise ConfigError(
+            f"--kv-dtype int8: head_dim of the model is {config.head_dim}, and KV in int8 needs a"
+            f" multiple of {DIM_MULTIPLE}: choose --kv-dtype auto",
+            param="kv_dtype",
+        )
+
+
+def require_cpu(device: torch.device, param: str, choice: str) -> None:
+    """Raises ConfigError for a GPU, which has no kernels for int8 here."""
     if device.type != "cpu":
         raise ConfigError(
-            "--quantize int8 is for CPUs, and this node computes on a GPU: choose --quantize fp8 on"
-            " a GPU that has FP8, --device cpu, or --quantize none",
-            param="quantize",
+            f"--{param.replace('_', '-')} int8 is for CPUs, and this node computes on a GPU:"
+            f" {choice} or --device cpu",
+            param=param,
         )
 
 

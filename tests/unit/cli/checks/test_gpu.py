@@ -120,6 +120,8 @@ def test_int8() -> None:
     assert_finding(check(device="cpu")[0], "ok", "on the CPU")
     words = "--quantize int8 is for CPUs", "NVIDIA H200", "--device cpu", "--quantize fp8"
     assert_finding(check()[0], "bad", *words)
+    [_, of_kv] = check(kv_dtype="int8")
+    assert_finding(of_kv, "bad", "--kv-dtype int8 is for CPUs", "NVIDIA H200", "--kv-dtype auto")
 
 
 def test_triton() -> None:

@@ -50,11 +50,12 @@ def load(
     )
 
 
-def test_a_gpu_is_refused() -> None:
+def test_a_gpu_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"is for CPUs, .*--quantize fp8 on a GPU") as refused:
-        quantization_support.require_cpu(torch.device("cuda"))
+        quantization_support.check_quantization(
+            INT8, load_model_config(folder), "bfloat16", torch.device("cuda"), emulates_fp8=False
+        )
     assert refused.value.param == "quantize"
-    quantization_support.require_cpu(CPU)
 
 
 def test_a_width_whose_sums_could_overflow_is_named(folder: Path) -> None:
