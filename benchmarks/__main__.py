@@ -34,6 +34,7 @@ BENCHMARK_MODULES = {
     "ratio": "benchmarks.ratio",
     "routing": "benchmarks.routing",
     "serve": "benchmarks.serve",
+    "step": "benchmarks.step",
     "transfer": "benchmarks.transfer",
 }
 UNAVAILABLE_BENCHMARKS: tuple[str, ...] = ()

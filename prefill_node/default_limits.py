@@ -10,8 +10,9 @@ from node_engine.core.scheduling.step_limits import DeviceType, StepLimits
 
 PREFILL_LIMITS: Mapping[DeviceType, StepLimits] = {
     # A CPU computes at its full rate with a few hundred tokens. Shorter steps let short prompts
-    # overtake long ones sooner, and hand the first blocks over sooner.
-    "cpu": StepLimits(max_num_seqs=64, max_batched_tokens=512),
+    # overtake long ones sooner, and hand the first blocks over sooner. Sequences run here only
+    # after a switch to the decode role: the bound of their steps is that of a decode node.
+    "cpu": StepLimits(max_num_seqs=64, max_batched_tokens=512, max_step_seconds=0.25),
     # A GPU needs thousands of tokens to be bound by arithmetic and not by launches and by reading
     # the weights. No running sequence waits for a step of a prefill node. It has the slots of a
     # decode node, which it may become.

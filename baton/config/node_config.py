@@ -90,7 +90,15 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
         Literal["auto"] | Annotated[int, Meta(ge=16, le=65536)],
         help_text(
             "Tokens that a node computes in one step; "
-            "auto: 512, on a GPU 4096 for a prefill node and 2048 for a decode node"
+            "auto: at most 512, as few as reach 90% of the best measured rate of prompts; "
+            "on a GPU 4096 for a prefill node and 2048 for a decode node"
+        ),
+    ] = "auto"
+    max_step_ms: Annotated[
+        Literal["auto"] | Annotated[float, Meta(ge=0, le=3_600_000)],
+        help_text(
+            "Milliseconds that a prompt chunk may make a step with running sequences last, "
+            "beyond one block; 0: no bound; auto: 250, on a GPU no bound"
         ),
     ] = "auto"
     preemption: Annotated[

@@ -39,6 +39,7 @@ from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
 from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.scheduling.step_limits import DeviceType, StepLimits, resolve_step_limits
+from node_engine.core.scheduling.step_measurement import MeasuredStep
 from node_engine.core.step.engine import Engine
 from node_engine.host.compute_thread import ComputeInbox, ComputeThread, RoleFactory, SwitchableRole
 from node_engine.host.device_monitor import DeviceMonitor
@@ -47,6 +48,7 @@ from node_engine.host.engine_factory import (
     node_failed_at_device_loss,
     resolve_device_type,
 )
+from node_engine.host.engine_measurement import choose_measured_limits, measure_engine
 from node_engine.host.host_arena import HostArena, create_host_arena, require_cache_memory
 from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.node_runtime import NodeRuntime, call_on_loop
@@ -98,9 +100,11 @@ async def run_node(
         await asyncio.to_thread(warm_up_engine, engine, arena, limits.max_batched_tokens, stop)
         if stop.is_set():
             return
+        measured = await asyncio.to_thread(measure_engine, engine, arena.num_blocks, limits, device)
+        limits = choose_measured_limits(config, limits, measured)
         files = await asyncio.to_thread(load_model_files, config)
         factories = role_factories or ROLE_FACTORIES
-        node = assemble_node(config, limits, role, name, engine, arena, files, factories)
+        node = assemble_node(config, limits, measured, role, name, engine, arena, files, factories)
         await node.run(stop)
     finally:
         arena.close()
@@ -109,6 +113,7 @@ async def run_node(
 def assemble_node(
     config: NodeConfig,
     limits: StepLimits,
+    measured: Sequence[MeasuredStep],
     role: Role,
     name: NodeName,
     engine: Engine,
@@ -125,7 +130,7 @@ def assemble_node(
         name,
         lambda *report: call_on_loop(loop, link.send, *report),  # `link` is made last
     )
-    scheduler = make_scheduler(config, limits, engine, arena)
+    scheduler = make_scheduler(config, limits, measured, engine, arena)
     context = make_role_context(
         config, host_id, engine, arena, scheduler, pool_client, reporter, inbox
     )
@@ -195,9 +200,14 @@ def make_pool_lookups(
 
 
 def make_scheduler(
-    config: NodeConfig, limits: StepLimits, engine: Engine, arena: HostArena
+    config: NodeConfig,
+    limits: StepLimits,
+    measured: Sequence[MeasuredStep],
+    engine: Engine,
+    arena: HostArena,
 ) -> Scheduler:
-    return Scheduler(
+    """`measured`: steps from which the scheduler learns what steps take here."""
+    scheduler = Scheduler(
         BlockPool(arena.num_blocks, engine.layout.block_size, monotonic_clock),
         SchedulerLimits(
             limits.max_num_seqs,
@@ -209,6 +219,10 @@ def make_scheduler(
         PREEMPTION_POLICIES[config.preemption](),
         copy_pool_blocks=make_pool_block_copier(engine, arena),
     )
+    scheduler.prefill_budget.max_step_seconds = limits.max_step_seconds
+    for step in measured:
+        scheduler.prefill_budget.observe_step(*step)
+    return scheduler
 
 
 def make_pool_block_copier(engine: Engine, arena: HostArena) -> CopyBlocks | None:
@@ -226,14 +240,7 @@ def make_pool_block_copier(engine: Engine, arena: HostArena) -> CopyBlocks | Non
 
 def choose_step_limits(config: NodeConfig, role: Role, device: DeviceType) -> StepLimits:
     """How much the node computes at once: see prefill_node and decode_node, default_limits.py."""
-    limits = resolve_step_limits(config, DEFAULT_LIMITS[role][device])
-    log.get_logger("engine").info(
-        "step limits chosen",
-        device=device,
-        max_num_seqs=limits.max_num_seqs,
-        max_batched_tokens=limits.max_batched_tokens,
-    )
-    return limits
+    return resolve_step_limits(config, DEFAULT_LIMITS[role][device])
 
 
 def create_arena(

@@ -68,6 +68,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "block_size",
         "max_num_seqs",
         "max_batched_tokens",
+        "max_step_ms",
         "preemption",
         "local_prefill_share",
         "degrade_wait",

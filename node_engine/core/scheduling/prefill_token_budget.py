@@ -14,6 +14,10 @@ Credit of up to LOCAL_PREFILL_BURST_STEPS steps is saved, so that a short prompt
 once: no step becomes longer by more than the share of so many steps and its own, or by one block
 where that is more. A step that cannot afford a block computes none; a later step does.
 
+Whatever the share, a step with running sequences is predicted to last at most `max_step_seconds`;
+only one block of a prompt is always computed. The cost model knows the machine before the first
+request from steps that were timed at start (step_measurement.py).
+
 Bounding what prompts add to mixed steps is the idea of Agrawal et al., "Taming Throughput-Latency
 Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024); there the bound is a number of tokens
 that is profiled beforehand.
@@ -39,12 +43,19 @@ class PrefillTokenBudget:
     def __init__(self, block_size: int) -> None:
         # Share of decode time that prompts may take; None: unbounded. May be changed at any time.
         self.prefill_step_share: float | None = None
+        # Bound of a step with running sequences; None: unbounded. May be changed at any time.
+        self.max_step_seconds: float | None = None
         self._block_size = block_size
         self._decode_fit = OnlineLinearFit(DECODE_PRIOR)
         self._prefill_fit = OnlineLinearFit(PREFILL_PRIOR)
         self._credit_seconds = 0.0  # negative (a debt) if steps took longer than predicted
         self._max_credit_seconds = 0.0  # bound of credit and debt
         self._num_steps = {True: 0, False: 0}  # by whether they had prompts
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether steps with running sequences have a bound."""
+        return self.prefill_step_share is not None or self.max_step_seconds is not None
 
     def compute_token_limit(
         self, num_sequences: int, context_tokens: int, computed_tokens: int
@@ -54,19 +65,42 @@ class PrefillTokenBudget:
         `num_sequences` decode in it with `context_tokens` in their caches; `computed_tokens` of the
         prompt are computed already.
         """
-        if self.prefill_step_share is None or not num_sequences:
+        if not num_sequences:
+            return None
+        decode = (1.0, float(num_sequences), context_tokens * _KILO)
+        limits = (
+            self._limit_by_share(decode, computed_tokens),
+            self._limit_by_step_seconds(decode, computed_tokens),
+        )
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _limit_by_share(
+        self, decode: tuple[float, float, float], computed_tokens: int
+    ) -> int | None:
+        if self.prefill_step_share is None:
             return None
         slope, curve = self._prefill_token_cost(computed_tokens)
-        earned = self.prefill_step_share * self._decode_fit.predict(
-            (1.0, num_sequences, context_tokens * _KILO)
-        )
+        earned = self.prefill_step_share * self._decode_fit.predict(decode)
         self._max_credit_seconds = max(
             LOCAL_PREFILL_BURST_STEPS * earned,
             _ROUNDING_MARGIN * self._block_size * (slope + curve * self._block_size / 2),
         )
         seconds = self._credit_seconds + earned
+        return 0 if seconds <= 0.0 else self._count_tokens_within(seconds, slope, curve)
+
+    def _limit_by_step_seconds(
+        self, decode: tuple[float, float, float], computed_tokens: int
+    ) -> int | None:
+        if self.max_step_seconds is None:
+            return None
+        seconds = self.max_step_seconds - self._decode_fit.predict(decode)
         if seconds <= 0.0:
-            return 0
+            return self._block_size
+        tokens = self._count_tokens_within(seconds, *self._prefill_token_cost(computed_tokens))
+        return None if tokens is None else max(tokens, self._block_size)
+
+    def _count_tokens_within(self, seconds: float, slope: float, curve: float) -> int | None:
+        """Prompt tokens that take so long; None if they cost nothing."""
         root = slope + math.sqrt(slope * slope + 2.0 * curve * seconds)
         return (
             _round_to_few_sizes(int(2.0 * seconds / root), self._block_size) if root > 0.0 else None

@@ -316,7 +316,7 @@ class Scheduler:
     def _prefill_tokens_allowed(self, growing: list[Sequence]) -> int:
         """Prompt tokens that the step may compute beside the decoding sequences."""
         left = self.limits.max_batched_tokens - len(growing)
-        if self.prefill_budget.prefill_step_share is None or not (
+        if not self.prefill_budget.is_bounded or not (
             self.sequences.get_by_state(WAITING) or self.sequences.get_by_state(PREFILLING)
         ):
             return left

@@ -243,3 +243,25 @@ def test_scheduler_keeps_the_budget_and_chunking_changes_no_token() -> None:
         )
     assert cuts[0] == 5, "each prompt in one step"
     assert cuts[0] < cuts[2] < cuts[1]
+
+
+@pytest.mark.parametrize("max_step_seconds", [0.002, 0.012, 0.02])
+@pytest.mark.parametrize("share", [None, 4.0])
+def test_steps_keep_their_bound(max_step_seconds: float, share: float | None) -> None:
+    """A step that decodes for 5 ms takes a chunk that fits the bound, or one block."""
+    node = TimedNode(share, 1)
+    node.compute_prompt(600)  # what prompts cost is learned from it
+    node.prefill_budget.max_step_seconds = max_step_seconds
+    steps = node.compute_prompt(1600)
+    block = BLOCK * COSTS.prefill_us_per_token * 1e-6
+    bound = max(max_step_seconds, node.decode_step_seconds + block)
+    assert max(seconds for seconds, _ in steps) <= 1.05 * bound
+    assert min(length for _, length in steps) >= BLOCK, "a prompt advances in every step"
+
+
+def test_a_share_may_be_stricter_than_the_bound() -> None:
+    node = TimedNode(0.1, 1)
+    node.compute_prompt(600)
+    node.prefill_budget.max_step_seconds = 1.0
+    steps = node.compute_prompt(1600)
+    assert node.compute_slowdown(steps) <= 1.2
