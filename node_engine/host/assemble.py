@@ -138,14 +138,22 @@ def assemble_node(
     member = NodeLinkMember(
         context, switchable_role, compute_thread, lookups, pool_client, model_files, devices
     )
-    link = CoordinatorLink(
+    link = make_coordinator_link(config, member, compute_thread)
+    return NodeRuntime(
+        context, inbox, switchable_role, compute_thread, lookups, pool_client, link, arena.memory
+    )
+
+
+def make_coordinator_link(
+    config: NodeConfig, member: NodeLinkMember, compute_thread: ComputeThread
+) -> CoordinatorLink:
+    return CoordinatorLink(
         member,
         on_order=compute_thread.submit_command,
         address=config.coordinator,
         token=config.cluster_token,
         silence=config.silence,
     )
-    return NodeRuntime(context, inbox, switchable_role, compute_thread, lookups, pool_client, link)
 
 
 def make_role_context(
@@ -198,7 +206,12 @@ def make_scheduler(
     config: NodeConfig, limits: StepLimits, engine: Engine, arena: HostArena
 ) -> Scheduler:
     return Scheduler(
-        BlockPool(arena.num_blocks, engine.layout.block_size, monotonic_clock),
+        BlockPool(
+            arena.num_blocks,
+            engine.layout.block_size,
+            monotonic_clock,
+            arena.memory.back_blocks,
+        ),
         SchedulerLimits(
             limits.max_num_seqs,
             limits.max_batched_tokens,

@@ -15,7 +15,9 @@ from baton.cluster_link.messages import NodeLeaving
 from baton.network.health_port import HealthPort
 from baton.process import log
 from node_engine.core.node_commands import NodeCommand
+from node_engine.host.cache_memory import CacheMemory
 from node_engine.host.compute_thread import (
+    CacheMemoryExhausted,
     CallWhenIdle,
     ComputeInbox,
     ComputeThread,
@@ -38,6 +40,7 @@ class NodeRuntime:
         lookups: PoolLookups | None,
         pool_client: SharedPoolClient | None,
         link: CoordinatorLink,
+        cache_memory: CacheMemory,
     ) -> None:
         self._config = context.config
         self._reporter = context.reporter
@@ -47,6 +50,7 @@ class NodeRuntime:
         self._lookups = lookups
         self._pool_client = pool_client
         self._link = link
+        self._cache_memory = cache_memory
 
     async def run(self, stop: asyncio.Event) -> None:
         self._compute_thread.start(self._role)
@@ -60,6 +64,7 @@ class NodeRuntime:
                 "serving", role=self._role.role.value, health_port=health.port, pid=os.getpid()
             )
             link = asyncio.create_task(self._link.run())
+            self._cache_memory.start_allocation(lambda: self._inbox.put(CacheMemoryExhausted()))
             await asyncio.wait({link, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if link.done():
                 link.result()
