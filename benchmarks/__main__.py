@@ -33,6 +33,7 @@ BENCHMARK_MODULES = {
     "ratio": "benchmarks.ratio",
     "routing": "benchmarks.routing",
     "serve": "benchmarks.serve",
+    "start": "benchmarks.start",
     "transfer": "benchmarks.transfer",
 }
 UNAVAILABLE_BENCHMARKS: tuple[str, ...] = ()

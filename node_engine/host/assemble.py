@@ -26,6 +26,7 @@ from baton.network.bind_policy import get_endpoint_host, require_key_unless_loop
 from baton.process import log
 from baton.process.clock import monotonic_clock
 from baton.process.entry import run_process
+from baton.process.startup import STARTUP
 from baton.shared_memory import segment as segments
 from baton.types import BlockIndex, NodeName, Role, mint_id
 from decode_node.decode_role import DecodeRole
@@ -87,15 +88,19 @@ async def run_node(
     log.configure_logging(config.log_level, config.log_format, node=name)
     segments.remove_stale_segments(Path(config.segment_dir))
     device = await asyncio.to_thread(resolve_device_type, config)
+    STARTUP.end_phase("engine_imports")
     limits = choose_step_limits(config, role, device)
     require_cache_memory(config, device)  # fail before a model is loaded
     engine = await asyncio.to_thread(build_engine, config, device, limits)
+    STARTUP.end_phase("model")
     config = await with_advertised_address(config, stop)
     if stop.is_set():
         return
     arena = await asyncio.to_thread(create_arena, config, device, limits, engine)
+    STARTUP.end_phase("arena")
     try:
         await asyncio.to_thread(warm_up_engine, engine, arena, limits.max_batched_tokens, stop)
+        STARTUP.end_phase("warm_up")
         if stop.is_set():
             return
         files = await asyncio.to_thread(load_model_files, config)

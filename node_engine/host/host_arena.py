@@ -28,9 +28,7 @@ from node_engine.host.cache_memory import CacheMemory
 from node_engine.shared_pool.pool_client import NodeAddressSpace
 
 _MIN_BLOCKS = 4  # of a cache that can serve anything
-# Allocated before the node serves: what the steps of a warm-up use, and the first requests.
-_INITIAL_BLOCKS = 64
-_INITIAL_BYTES = 64 << 20
+_INITIAL_BLOCKS = 64  # allocated before the node serves; the steps of a warm-up use fewer
 
 
 class HostArena:
@@ -83,7 +81,7 @@ def create_host_arena(
     sequences = limits.max_num_seqs * engine.layout.count_blocks(engine.max_model_len)
     num_blocks = compute_cache_blocks(config, block_bytes, sequences, device_memory)
     size = segments.round_up_segment_bytes(num_blocks * block_bytes, block_bytes)
-    initial = size if device_memory else max(_INITIAL_BYTES, _INITIAL_BLOCKS * block_bytes)
+    initial = size if device_memory else _INITIAL_BLOCKS * block_bytes
     segment = segments.create_segment(folder, "arena", size, initial_bytes=initial)
     try:
         pool_space = NodeAddressSpace(folder, block_bytes, segment) if config.pool else None

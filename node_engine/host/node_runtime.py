@@ -14,6 +14,7 @@ from baton.cluster_link.coordinator_link import CoordinatorLink
 from baton.cluster_link.messages import NodeLeaving
 from baton.network.health_port import HealthPort
 from baton.process import log
+from baton.process.startup import STARTUP
 from node_engine.core.node_commands import NodeCommand
 from node_engine.host.cache_memory import CacheMemory
 from node_engine.host.compute_thread import (
@@ -63,6 +64,7 @@ class NodeRuntime:
             log.get_logger("node").info(
                 "serving", role=self._role.role.value, health_port=health.port, pid=os.getpid()
             )
+            STARTUP.finish("assembly")
             link = asyncio.create_task(self._link.run())
             self._cache_memory.start_allocation(lambda: self._inbox.put(CacheMemoryExhausted()))
             await asyncio.wait({link, stopping}, return_when=asyncio.FIRST_COMPLETED)
