@@ -34,6 +34,7 @@ BENCHMARK_MODULES = {
     "ratio": "benchmarks.ratio",
     "routing": "benchmarks.routing",
     "serve": "benchmarks.serve",
+    "start": "benchmarks.start",
     "step": "benchmarks.step",
     "transfer": "benchmarks.transfer",
 }

@@ -20,6 +20,7 @@ from baton.models.generation_defaults import GenerationDefaults, load_generation
 from baton.network.bind_policy import check_coordinator_binds
 from baton.process import log
 from baton.process.descriptors import get_descriptor_limit
+from baton.process.startup import STARTUP
 from coordinator.core.membership.join_checks import ServedModel
 from coordinator.frontend import tenants_file
 from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator, parse_allowed_origins
@@ -201,6 +202,7 @@ class Coordinator:
             draft.write_text(json.dumps(where | {"pid": os.getpid()}))
             draft.replace(self._state_file)
         _log.info("listening", pid=os.getpid(), **where)
+        STARTUP.finish("ports")
 
 
 async def run_coordinator(config: CoordinatorConfig, stop: asyncio.Event) -> None:

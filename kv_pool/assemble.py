@@ -26,6 +26,7 @@ from baton.network.health_port import HealthPort
 from baton.process import log
 from baton.process.clock import monotonic_clock
 from baton.process.descriptors import get_descriptor_limit
+from baton.process.startup import STARTUP
 from baton.shared_memory import segment as segments
 from baton.shared_memory.available_memory import insufficient_memory_error, measure_available_memory
 from kv_pool.cluster_member import PoolClusterMember, choose_member_name
@@ -153,6 +154,7 @@ class _PoolProcess:
             log.get_logger("pool").info(
                 "serving", endpoint=where, health_port=health.port, pid=os.getpid()
             )
+            STARTUP.finish("ports")
             ends: set[asyncio.Future[Any]] = {stopping, member, self._manager.failure}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in (member, self._manager.failure):

@@ -14,6 +14,7 @@ from baton.cli.common.options import add_config_options
 from baton.config.resolve import find_unknown_variables
 from baton.config.settings import Config
 from baton.errors import BatonError
+from baton.process.startup import STARTUP
 
 
 def register(app: typer.Typer) -> None:
@@ -32,6 +33,7 @@ def up(
     dies is started again. Each setting is also a variable BATON_<NAME> and a key of --config FILE;
     flag > variable > file > default.
     """
+    STARTUP.end_phase("imports")
     try:
         code = _prepare_and_run(settings, detach)
     except BatonError as error:

@@ -12,6 +12,7 @@ from baton.errors import ConfigError
 from baton.process import log, log_capture, runtime
 from baton.process.descriptors import raise_descriptor_limit
 from baton.process.failpoints import arm_from_environment
+from baton.process.startup import STARTUP
 
 _C = TypeVar("_C", bound=ProcessConfig)
 STOP_GRACE_SECONDS = 12.0  # seconds that a stop may take beyond --drain-timeout
@@ -27,12 +28,14 @@ def run_process(
     supervisor = os.environ.get("BATON_SUPERVISOR_PID")
     if supervisor:
         runtime.exit_with_parent(int(supervisor))
+    STARTUP.end_phase("imports")
     try:
         arm_from_environment()
         config = load_config()
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return runtime.EXIT_USAGE
+    STARTUP.end_phase("settings")
     log.configure_logging(config.log_level, config.log_format)
     log_capture.install_log_capture()
     raise_descriptor_limit()

@@ -55,6 +55,8 @@ _FRAME_ACTIONS = _BASIC_ACTIONS | {
 
 # Every failpoint with the actions that its call site supports. A test hits each of them.
 KNOWN_FAILPOINTS: dict[str, frozenset[FailpointAction]] = {
+    # Before each piece of a cache that is allocated while the node serves.
+    "cache.allocate.before": frozenset({FailpointAction.DELAY}),
     "decode.allocate.before": _BASIC_ACTIONS,
     "decode.allocate.after": _BASIC_ACTIONS,
     "decode.commit.before": _BASIC_ACTIONS,

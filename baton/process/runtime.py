@@ -8,7 +8,8 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import uvloop
 
@@ -83,6 +84,21 @@ def _report_error(error: BaseException, code: int, *, structured: bool) -> int:
         log.write_plain_line(f"error: {error}")
     log.flush_log()
     return code
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Collect no garbage meanwhile, and never look at what was allocated afterwards.
+
+    Large imports allocate many objects that live as long as the process. The collector would visit
+    them several times during the import, and again in every full collection.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def exit_with_parent(parent: int) -> None:

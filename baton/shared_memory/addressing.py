@@ -19,13 +19,13 @@ from baton.errors import ConfigError, LayoutMismatch, PeerUnreachable
 from baton.shared_memory.memory_map import (
     HUGE_PAGE,
     map_file,
-    prefault,
     release_addresses,
     reserve_addresses,
     unmap_into_reservation,
     view_memory,
 )
 from baton.shared_memory.segment import open_peer_segment, round_up_segment_bytes
+from baton.shared_memory.segment_memory import prefault_allocated
 from baton.types import BlockIndex
 
 
@@ -164,19 +164,25 @@ class BlockAddressSpace:
         hold whole blocks of this size.
         """
         fd, size = open_peer_segment(self._folder, segment)
-        with self._lock:
-            try:
-                address, length = self._address_range(self.address_map.add_segment(segment, size))
-                map_file(address, length, fd)
-            except OSError as error:
-                self.address_map.remove_segment(segment)
-                raise PeerUnreachable(
-                    f"segment {segment} cannot be mapped: {error.strerror}"
-                ) from error
-            finally:
-                os.close(fd)
-        prefault(address, length)
+        try:
+            with self._lock:
+                address, length = self._map_segment(segment, size, fd)
+            prefault_allocated(address, fd, length)
+        finally:
+            os.close(fd)
         return view_memory(address, length, lambda: self._unmap_segment(segment))
+
+    def _map_segment(self, segment: str, size: int, fd: int) -> tuple[int, int]:
+        """Map the file of a segment. Returns (address, length)."""
+        address, length = self._address_range(self.address_map.add_segment(segment, size))
+        try:
+            map_file(address, length, fd)
+        except OSError as error:
+            self.address_map.remove_segment(segment)
+            raise PeerUnreachable(
+                f"segment {segment} cannot be mapped: {error.strerror}"
+            ) from error
+        return address, length
 
     def _unmap_segment(self, segment: str) -> None:
         with self._lock:

@@ -2,12 +2,12 @@
 
 They lie in the segment folder, /dev/shm by default. The creator holds a `flock` on the file until
 the process ends, however it ends. So a file whose lock is free belongs to no living process, and
-`remove_stale_segments` removes it. Every byte is allocated before it is used, because a store to a
-page that a full tmpfs cannot provide raises SIGBUS instead of an error.
+`remove_stale_segments` removes it.
 
 The size of a segment is reserved before its memory is allocated, by one process at a time, so that
-two processes that start at once do not use the same free memory. The memory is allocated in pieces,
-and the available memory is measured again before each.
+two processes that start at once do not use the same free memory. segment_memory.py allocates it, in
+pieces: all of it before the segment is used, or a first part, and the rest while the part is used.
+The available memory is measured again before each piece.
 """
 
 import errno
@@ -17,7 +17,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,18 +25,16 @@ from baton.errors import ConfigError, PeerUnreachable, ShuttingDown
 from baton.shared_memory.available_memory import insufficient_memory_error, measure_available_memory
 from baton.shared_memory.memory_map import (
     HUGE_PAGE,
-    collapse_to_huge_pages,
     map_file,
-    prefault,
     release_addresses,
     reserve_addresses,
     view_memory,
 )
+from baton.shared_memory.segment_memory import SegmentMemory
 
 SEGMENT_PREFIX = "baton-"
 FENCE_SUFFIX = ".fence"
 DEFAULT_SEGMENT_FOLDER = Path("/dev/shm")
-_PIECE_BYTES = 32 * HUGE_PAGE  # allocated between two calls of `is_wanted`
 _SEGMENT_NAME = re.compile(r"baton-[a-z]{1,16}-[0-9a-f]{32}")
 
 
@@ -66,8 +64,8 @@ class Segment:
 
     path: Path
     size_bytes: int
-    has_huge_pages: bool  # whether all of its memory is in huge pages
-    view: memoryview  # its memory, mapped as long as the view or anything made over it lives
+    memory: SegmentMemory  # how much of it is allocated, and may be used
+    view: memoryview  # all of it, mapped as long as the view or anything made over it lives
     _fd: int
     _is_open: bool = field(default=True)
 
@@ -91,21 +89,24 @@ def create_segment(
     size: int,
     knob: str = "--kv-memory",
     is_wanted: Callable[[], bool] = lambda: True,
+    *,
+    initial_bytes: int | None = None,
 ) -> Segment:
     """Create a segment: zeroed, private to this user, locked and pre-faulted.
 
-    `size` is in bytes, rounded by `round_up_segment_bytes`. Pre-faulting takes seconds for a few
-    GiB. Raises ConfigError when the folder or the memory cannot hold it, naming `knob`, the setting
-    that determines its size, and ShuttingDown once `is_wanted()` is false.
+    `size` is in bytes, rounded by `round_up_segment_bytes`. Of these, `initial_bytes` are allocated
+    and pre-faulted here (None: all, which takes seconds for a few GiB); the rest is reserved, and
+    must not be used before `Segment.memory` has allocated it. Raises ConfigError when the folder or
+    the memory cannot hold the whole segment, naming `knob`, the setting that determines its size,
+    and ShuttingDown once `is_wanted()` is false.
     """
     path, fd = _create_locked(folder, kind, knob)
     address, start, reserved_size = reserve_addresses(size, HUGE_PAGE)
     try:
         reserve_segment_size(folder, fd, size, knob)
         map_file(address, size, fd)
-        huge = all(
-            [_fill_piece(folder, fd, address, piece, knob, is_wanted) for piece in _pieces(size)]
-        )
+        memory = SegmentMemory(folder, fd, address, size, knob)
+        memory.allocate_until(size if initial_bytes is None else initial_bytes, is_wanted)
     except (OSError, ConfigError, ShuttingDown) as error:
         _unlink(path)
         os.close(fd)
@@ -116,14 +117,10 @@ def create_segment(
     return Segment(
         path,
         size,
-        huge,
+        memory,
         view_memory(address, size, lambda: release_addresses(start, reserved_size)),
         fd,
     )
-
-
-def _pieces(size: int) -> Iterator[range]:
-    return (range(at, min(at + _PIECE_BYTES, size)) for at in range(0, size, _PIECE_BYTES))
 
 
 def reserve_segment_size(folder: Path, fd: int, size: int, knob: str) -> None:
@@ -137,7 +134,7 @@ def reserve_segment_size(folder: Path, fd: int, size: int, knob: str) -> None:
         promised = unfilled_bytes(folder)
         room = measure_available_memory(folder)
         # A size that follows from an earlier measurement may take half of the reserve, as in
-        # `_fill_piece`.
+        # `SegmentMemory`.
         if size > room.free_bytes - room.reserve_bytes // 2 - promised:
             raise insufficient_memory_error(folder, size, room, knob, promised)
         os.ftruncate(fd, size)
@@ -158,26 +155,6 @@ def unfilled_bytes(folder: Path) -> int:
     return promised
 
 
-def _fill_piece(
-    folder: Path, fd: int, address: int, piece: range, knob: str, is_wanted: Callable[[], bool]
-) -> bool:
-    """Allocate and pre-fault one piece. Returns whether it consists of huge pages.
-
-    Raises ConfigError if other programs have used the memory that was reserved for it, and
-    ShuttingDown once `is_wanted()` is false.
-    """
-    if not is_wanted():
-        raise ShuttingDown("the process stops while it allocates memory")
-    room = measure_available_memory(folder)
-    if len(piece) > room.free_bytes - room.reserve_bytes // 2:
-        raise insufficient_memory_error(folder, os.fstat(fd).st_size, room, knob)
-    _touch_huge_pages(fd, piece)
-    huge = collapse_to_huge_pages(address + piece.start, len(piece))
-    os.posix_fallocate(fd, piece.start, len(piece))
-    prefault(address + piece.start, len(piece))
-    return huge
-
-
 def _create_locked(folder: Path, kind: str, knob: str) -> tuple[Path, int]:
     """Create an empty segment file and lock it. Returns (path, file descriptor).
 
@@ -195,15 +172,6 @@ def _create_locked(folder: Path, kind: str, knob: str) -> tuple[Path, int]:
         if _try_lock(fd) and os.fstat(fd).st_nlink == 1:
             return path, fd
         os.close(fd)
-
-
-def _touch_huge_pages(fd: int, piece: range) -> None:
-    """Allocate one small page in each huge page.
-
-    Collapsing then copies one page instead of 512, which was measured to be 7 times faster.
-    """
-    for offset in piece[::HUGE_PAGE]:
-        os.pwrite(fd, b"\0", offset)
 
 
 def free_bytes(folder: Path) -> int:

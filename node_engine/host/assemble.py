@@ -26,6 +26,7 @@ from baton.network.bind_policy import get_endpoint_host, require_key_unless_loop
 from baton.process import log
 from baton.process.clock import monotonic_clock
 from baton.process.entry import run_process
+from baton.process.startup import STARTUP
 from baton.shared_memory import segment as segments
 from baton.types import BlockIndex, NodeName, Role, mint_id
 from decode_node.decode_role import DecodeRole
@@ -89,15 +90,19 @@ async def run_node(
     log.configure_logging(config.log_level, config.log_format, node=name)
     segments.remove_stale_segments(Path(config.segment_dir))
     device = await asyncio.to_thread(resolve_device_type, config)
+    STARTUP.end_phase("engine_imports")
     limits = choose_step_limits(config, role, device)
     require_cache_memory(config, device)  # fail before a model is loaded
     engine = await asyncio.to_thread(build_engine, config, device, limits)
+    STARTUP.end_phase("model")
     config = await with_advertised_address(config, stop)
     if stop.is_set():
         return
     arena = await asyncio.to_thread(create_arena, config, device, limits, engine)
+    STARTUP.end_phase("arena")
     try:
         await asyncio.to_thread(warm_up_engine, engine, arena, limits.max_batched_tokens, stop)
+        STARTUP.end_phase("warm_up")
         if stop.is_set():
             return
         measured = await asyncio.to_thread(measure_engine, engine, arena.num_blocks, limits, device)
@@ -143,14 +148,22 @@ def assemble_node(
     member = NodeLinkMember(
         context, switchable_role, compute_thread, lookups, pool_client, model_files, devices
     )
-    link = CoordinatorLink(
+    link = make_coordinator_link(config, member, compute_thread)
+    return NodeRuntime(
+        context, inbox, switchable_role, compute_thread, lookups, pool_client, link, arena.memory
+    )
+
+
+def make_coordinator_link(
+    config: NodeConfig, member: NodeLinkMember, compute_thread: ComputeThread
+) -> CoordinatorLink:
+    return CoordinatorLink(
         member,
         on_order=compute_thread.submit_command,
         address=config.coordinator,
         token=config.cluster_token,
         silence=config.silence,
     )
-    return NodeRuntime(context, inbox, switchable_role, compute_thread, lookups, pool_client, link)
 
 
 def make_role_context(
@@ -208,7 +221,12 @@ def make_scheduler(
 ) -> Scheduler:
     """`measured`: steps from which the scheduler learns what steps take here."""
     scheduler = Scheduler(
-        BlockPool(arena.num_blocks, engine.layout.block_size, monotonic_clock),
+        BlockPool(
+            arena.num_blocks,
+            engine.layout.block_size,
+            monotonic_clock,
+            arena.memory.back_blocks,
+        ),
         SchedulerLimits(
             limits.max_num_seqs,
             limits.max_batched_tokens,

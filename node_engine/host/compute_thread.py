@@ -71,6 +71,11 @@ class StopCompute:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheMemoryExhausted:
+    """There is no memory for the blocks that have none yet: the cache stays smaller."""
+
+
+@dataclass(frozen=True, slots=True)
 class CallWhenIdle:
     """Call `callback` once, on the compute thread, as soon as the node holds no attempt."""
 
@@ -168,8 +173,9 @@ class ComputeThread:
 
     def _report_cache_snapshot(self) -> None:
         pool = self._context.block_pool
+        hashes = pool.prefix_index.iter_full_block_hashes(pool.block_size)
         self._context.reporter.report_cache_changes(
-            pool.cache_journal.build_snapshot(pool.iter_full_block_hashes(), self._clock())
+            pool.cache_journal.build_snapshot(hashes, self._clock())
         )
 
     def _handle_inbox(self, *, wait: bool) -> bool:
@@ -190,6 +196,8 @@ class ComputeThread:
                     return False
                 case CallWhenIdle(callback):
                     self._idle_callbacks.append(callback)
+                case CacheMemoryExhausted():
+                    self._context.block_pool.remove_unbacked_blocks()
                 case LedgerQuery(query):
                     self._context.reporter.report_ledger(
                         query, self._context.block_pool.take_ledger()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError, NodeFailed
 from baton.models.weight_cache import resolve_weight_cache
+from baton.process.runtime import collector_paused
 from node_engine.core.scheduling.step_limits import DeviceType, StepLimits
 from node_engine.core.step.engine import DeviceLost, Engine
 from node_engine.paced.costs import PacedCosts
@@ -30,7 +31,8 @@ def resolve_device_type(config: NodeConfig) -> DeviceType:
     """What computes here. Takes seconds for a model. Raises ConfigError for a missing GPU."""
     if config.engine == "paced":
         return "cpu"
-    from node_engine.model.model_loader import resolve_device
+    with collector_paused():
+        from node_engine.model.model_loader import resolve_device
 
     return "cuda" if resolve_device(config.device).type == "cuda" else "cpu"
 

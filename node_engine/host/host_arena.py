@@ -24,9 +24,11 @@ from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
 from node_engine.core.scheduling.step_limits import DeviceType, StepLimits
 from node_engine.core.step.device_memory import DeviceMemoryProfile, compute_device_cache_bytes
 from node_engine.core.step.engine import Engine
+from node_engine.host.cache_memory import CacheMemory
 from node_engine.shared_pool.pool_client import NodeAddressSpace
 
 _MIN_BLOCKS = 4  # of a cache that can serve anything
+_INITIAL_BLOCKS = 64  # allocated before the node serves; the steps of a warm-up use fewer
 
 
 class HostArena:
@@ -38,6 +40,7 @@ class HostArena:
         """`pool_space` begins with the arena and has room for the shared pool; None: no pool."""
         self.segment = segment
         self.num_blocks = num_blocks
+        self.memory = CacheMemory(segment, engine.layout.block_bytes)
         self.pool_space = pool_space
         self.reads_pool_in_place = pool_space is None or engine.cache_limits.reads_pool_in_place
         # All blocks that a block table may contain, the arena's first.
@@ -57,6 +60,7 @@ class HostArena:
         return self.pool_space.seconds_per_block_copy if self.pool_space else 0.0
 
     def close(self) -> None:
+        self.memory.stop_allocation()
         self.segment.close()
 
 
@@ -66,16 +70,19 @@ def create_host_arena(
     limits: StepLimits,
     device_memory: DeviceMemoryProfile | None = None,
 ) -> HostArena:
-    """Create the segment of a node and map it. Takes seconds; the caller closes the arena.
+    """Create the segment of a node and map it; the caller closes the arena.
 
-    `device_memory` is that of the engine's GPU; None if it computes in the arena itself. Raises
-    ConfigError if --kv-memory is too small or not available.
+    `device_memory` is that of the engine's GPU, which pins the whole arena; this takes seconds.
+    None if the engine computes in the arena itself, which then has memory for its first blocks:
+    `HostArena.memory` allocates the rest. Raises ConfigError if --kv-memory is too small or not
+    available.
     """
     folder, block_bytes = Path(config.segment_dir), engine.layout.block_bytes
     sequences = limits.max_num_seqs * engine.layout.count_blocks(engine.max_model_len)
     num_blocks = compute_cache_blocks(config, block_bytes, sequences, device_memory)
     size = segments.round_up_segment_bytes(num_blocks * block_bytes, block_bytes)
-    segment = segments.create_segment(folder, "arena", size)
+    initial = size if device_memory else _INITIAL_BLOCKS * block_bytes
+    segment = segments.create_segment(folder, "arena", size, initial_bytes=initial)
     try:
         pool_space = NodeAddressSpace(folder, block_bytes, segment) if config.pool else None
         return HostArena(segment, size // block_bytes, engine, pool_space)

@@ -14,8 +14,11 @@ from baton.cluster_link.coordinator_link import CoordinatorLink
 from baton.cluster_link.messages import NodeLeaving
 from baton.network.health_port import HealthPort
 from baton.process import log
+from baton.process.startup import STARTUP
 from node_engine.core.node_commands import NodeCommand
+from node_engine.host.cache_memory import CacheMemory
 from node_engine.host.compute_thread import (
+    CacheMemoryExhausted,
     CallWhenIdle,
     ComputeInbox,
     ComputeThread,
@@ -38,6 +41,7 @@ class NodeRuntime:
         lookups: PoolLookups | None,
         pool_client: SharedPoolClient | None,
         link: CoordinatorLink,
+        cache_memory: CacheMemory,
     ) -> None:
         self._config = context.config
         self._reporter = context.reporter
@@ -47,6 +51,7 @@ class NodeRuntime:
         self._lookups = lookups
         self._pool_client = pool_client
         self._link = link
+        self._cache_memory = cache_memory
 
     async def run(self, stop: asyncio.Event) -> None:
         self._compute_thread.start(self._role)
@@ -59,7 +64,9 @@ class NodeRuntime:
             log.get_logger("node").info(
                 "serving", role=self._role.role.value, health_port=health.port, pid=os.getpid()
             )
+            STARTUP.finish("assembly")
             link = asyncio.create_task(self._link.run())
+            self._cache_memory.start_allocation(lambda: self._inbox.put(CacheMemoryExhausted()))
             await asyncio.wait({link, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if link.done():
                 link.result()

@@ -16,8 +16,10 @@ from baton.cluster_link.messages import (
     TicketOrder,
 )
 from baton.errors import Cancelled
+from baton.kv.blocks import BlockHash
 from baton.kv.pool_types import RemotePrefix
 from baton.types import AttemptKey, AttemptSpec, Incarnation, RequestId
+from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.node_commands import CoordinatorLost
 from tests.pool.in_process_nodes import BLOCK_TOKENS, InProcessHost, reference_tokens
@@ -33,6 +35,10 @@ def host(tmp_path: Path) -> Iterator[InProcessHost]:
     host.close()
 
 
+def list_full_blocks(pool: BlockPool) -> list[BlockHash]:
+    return list(pool.prefix_index.iter_full_block_hashes(pool.block_size))
+
+
 def test_a_prefix_is_computed_once_and_in_memory_once(host: InProcessHost) -> None:
     first = make_work(PROMPT, request="a")
     assert host.serve_request(first) == reference_tokens(first)
@@ -41,9 +47,7 @@ def test_a_prefix_is_computed_once_and_in_memory_once(host: InProcessHost) -> No
     host.run_publications()
     assert len(host.pool.block_pool.memory.index) == 3
     for node in (host.prefill[0], host.decode[0]):
-        assert len(list(node.pool.iter_full_block_hashes())) == 0, (
-            "private copies of what the pool has"
-        )
+        assert len(list_full_blocks(node.pool)) == 0, "private copies of what the pool has"
     second = make_work((*PROMPT[:48], 7, 8, 9), request="b")
     assert host.serve_request(second, prefill=1, decode=1) == reference_tokens(second)
     admitted = host.decode[1].pop_messages("admitted")[0]
@@ -100,7 +104,7 @@ def test_lookup_older_than_a_publication_is_repeated(host: InProcessHost) -> Non
     node.send_item(PrefillOrder(second, needs_no_decode=True))  # asked when the pool has nothing
     host.pool.run_publications()
     node.drain_inbox()
-    assert len(list(node.pool.iter_full_block_hashes())) == 0
+    assert len(list_full_blocks(node.pool)) == 0
     for _ in range(2):
         node.pool_client.lookups.popleft()()
     while node.step():
@@ -186,7 +190,7 @@ def test_private_blocks_being_sent_outlive_their_publication(host: InProcessHost
     while sender.step():
         pass
     host.run_publications()
-    assert len(list(sender.pool.iter_full_block_hashes())) == 0
+    assert len(list_full_blocks(sender.pool)) == 0
     assert sender.count_held_blocks() == {BlockState.IN_USE: 4}, (
         "the hand-off still sends from here"
     )
@@ -207,7 +211,7 @@ def test_dropped_publication_keeps_the_private_blocks(host: InProcessHost) -> No
     assert node.pool_client is not None
     node.pool_client.drop_publication()
     node.drain_inbox()
-    assert len(list(node.pool.iter_full_block_hashes())) == 3
+    assert len(list_full_blocks(node.pool)) == 3
     host.check()
     again = make_work((*PROMPT, 1, 2), request="b", max_tokens=1)
     node.send_item(PrefillOrder(again, needs_no_decode=True))
@@ -227,7 +231,7 @@ def test_identical_blocks_of_two_nodes_are_deduplicated(host: InProcessHost) -> 
     host.run_publications()
     assert len(host.pool.block_pool.memory.index) == 3
     assert sum(port.copied_blocks for port in host.pool.clients) == 3
-    assert all(len(list(node.pool.iter_full_block_hashes())) == 0 for node in host.nodes)
+    assert all(len(list_full_blocks(node.pool)) == 0 for node in host.nodes)
     host.check()
 
 

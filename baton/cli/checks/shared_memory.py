@@ -108,7 +108,7 @@ def check_huge_pages(path: Path) -> Finding:
         created = segment.create_segment(path, "doctor", HUGE_PAGE)
     except ConfigError as error:
         return bad_finding("huge pages", error.message, _OTHER_FOLDER)
-    huge = created.has_huge_pages
+    huge = created.memory.has_huge_pages
     created.close()
     return huge_pages_finding(path, huge)
 

@@ -19,6 +19,7 @@ from baton.cli.supervisor.supervisor import running_cluster
 from baton.config.settings import Config
 from baton.process import log, log_capture, runtime
 from baton.process.line_writer import DescriptorSink, LineWriter
+from baton.process.startup import STARTUP
 
 _STDOUT, _STDERR = 1, 2
 _ANNOUNCE_TIMEOUT = 10.0  # seconds for the caller of --detach to read the announcement
@@ -92,6 +93,7 @@ async def _run_until_stopped(
     *,
     detached: bool,
 ) -> None:
+    STARTUP.finish("preparation")
     async with running_cluster(config, output, notify) as cluster:
         log.get_logger("up").info(
             f"starting {_describe_cluster(config)}: waiting for the warm-up request"

@@ -17,7 +17,7 @@ others.
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
@@ -177,10 +177,17 @@ class NodeRegistry:
     def remove_node(self, incarnation: Incarnation) -> NodeMember | None:
         return self.nodes.pop(incarnation, None)
 
-    def record_heartbeat(self, node: NodeMember, stats: NodeStats) -> None:
-        """Store the node's latest statistics."""
+    def record_heartbeat(self, node: NodeMember, stats: NodeStats) -> bool:
+        """Store the node's latest statistics.
+
+        Returns whether its cache has become smaller than the node has announced.
+        """
         node.stats = stats
         node.is_stalled = stats.progress_age_seconds > self._stall_seconds
+        has_shrunk = 0 < stats.blocks_total < node.info.num_blocks
+        if has_shrunk:
+            node.info = replace(node.info, num_blocks=stats.blocks_total)
+        return has_shrunk
 
     def has_serving_node(self, role: Role) -> bool:
         """Return whether a node of the role is in service."""
@@ -311,6 +318,10 @@ class ContextCapacity:
             for name, one in self._departed_nodes.items()
             if name != info.name and one[0].model == self._registry.model_identity
         }
+        self._compute_bounds()
+
+    def on_cache_shrunk(self) -> None:
+        """Must be called after a node in the registry has lost blocks."""
         self._compute_bounds()
 
     def on_node_left(self, info: JoinInfo, now: float) -> None:

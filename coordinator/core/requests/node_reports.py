@@ -269,7 +269,8 @@ class NodeReportHandler:
         if node.stats is not None and message.stats.queued_tokens < node.stats.queued_tokens:
             self._progress.record_progress(now)
         self._placement.state.record_decode_steps(node, node.stats, message.stats, now)
-        self._registry.record_heartbeat(node, message.stats)
+        if self._registry.record_heartbeat(node, message.stats):
+            self._placement.capacity.on_cache_shrunk()
         self._placement.loads.update_free_blocks(
             sender, message.stats.blocks_free + message.stats.blocks_cached
         )

@@ -21,14 +21,18 @@ is computed again.)
 Block tables may also contain blocks of the host's shared pool: global indices from `num_blocks` on
 (baton/shared_memory/addressing.py). They are not tracked here: sharing and releasing them does
 nothing.
+
+A node may serve while the memory of its cache is still being allocated. Blocks without memory are
+FREE, and a block gets memory before it leaves that state. If there is no more memory, the blocks
+without are removed, and the pool is smaller from then on.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
-from baton.kv.blocks import BlockHash, HashChain, block_hash
+from baton.kv.blocks import HashChain, block_hash
 from baton.kv.cache_journal import CacheJournal
 from baton.types import BlockIndex
 from node_engine.core.blocks.block_records import (
@@ -64,11 +68,25 @@ class PrefixMatch:
     num_tokens: int  # covered by `blocks` and `partial_hit` together
 
 
+# Called with a number of blocks. Ensures that so many blocks, from block 0 on, have memory; returns
+# how many have, which is less than requested only if no other will ever have any.
+BackBlocks = Callable[[int], int]
+
+
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens. Called on the compute thread only."""
 
-    def __init__(self, num_blocks: int, block_size: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        clock: Callable[[], float],
+        back_blocks: BackBlocks | None = None,
+    ) -> None:
+        """`back_blocks` gives blocks their memory; None if all have it."""
         self.num_blocks = num_blocks
+        self._back_blocks = back_blocks
+        self._num_backed = num_blocks if back_blocks is None else back_blocks(0)
         self.block_size = block_size
         self.cache_journal = CacheJournal()
         self.prefix_index = PrefixIndex(self._on_block_indexed, self._on_block_unindexed)
@@ -121,6 +139,15 @@ class BlockPool:
         for block in reversed(blocks):
             if self.is_own_block(block) and self.ownership.remove_reference(block, owner):
                 self._retire_block(block)
+
+    def remove_unbacked_blocks(self) -> None:
+        """Remove the blocks without memory: there is none for them."""
+        if self._back_blocks is None:
+            return
+        self.num_blocks = self._num_backed = min(self.num_blocks, self._back_blocks(0))
+        self.ownership.remove_free_blocks(self.num_blocks)
+        self._free = [block for block in self._free if block < self.num_blocks]
+        heapify(self._free)
 
     # prefixes
 
@@ -202,14 +229,6 @@ class BlockPool:
         else:
             self.prefix_index.remove_block(block)
 
-    def iter_full_block_hashes(self) -> Iterator[BlockHash]:
-        """Hashes of all full blocks in the prefix index, each content once."""
-        return (
-            entry.block_hash
-            for entry in self.prefix_index.iter_contents()
-            if len(entry.token_ids) == self.block_size
-        )
-
     # ledger
 
     def take_ledger(self) -> BlockLedger:
@@ -237,6 +256,10 @@ class BlockPool:
             require_invariant(
                 (block in free) == (state is BlockState.FREE),
                 f"block {block} is {state}: free list",
+            )
+            require_invariant(
+                block < self._num_backed or state is BlockState.FREE,
+                f"block {block} is {state} and has no memory",
             )
             require_invariant(
                 (block in self._cached_lru) == (state is BlockState.CACHED),
@@ -289,7 +312,18 @@ class BlockPool:
             return None
         while len(self._free) < count:
             self._evict_block(next(iter(self._cached_lru)))
-        return tuple(heappop(self._free) for _ in range(count))
+        blocks = tuple(heappop(self._free) for _ in range(count))
+        if blocks and blocks[-1] >= self._num_backed and not self._require_memory(blocks[-1]):
+            self._return_free_blocks(blocks)
+            self.remove_unbacked_blocks()
+            return self._take_free_blocks(count)
+        return blocks
+
+    def _require_memory(self, block: BlockIndex) -> bool:
+        """Give memory to the blocks up to `block`; False if there is too little."""
+        if self._back_blocks is not None:
+            self._num_backed = self._back_blocks(block + 1)
+        return block < self._num_backed
 
     def _return_free_blocks(self, blocks: Iterable[BlockIndex]) -> None:
         for block in blocks:

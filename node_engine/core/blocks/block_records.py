@@ -90,6 +90,15 @@ class BlockOwnership:
         self._ref_counts = [0] * num_blocks
         self._blocks_by_owner: dict[str, _OwnerBlocks] = {}
 
+    def remove_free_blocks(self, first: int) -> None:
+        """Stop tracking the blocks from `first` on, which must all be FREE."""
+        removed = self._states[first:]
+        if any(state is not BlockState.FREE for state in removed):
+            raise BlockLedgerError(f"a block from {first} on is not free, and cannot be removed")
+        del self._states[first:]
+        del self._ref_counts[first:]
+        self._counts_by_state[BlockState.FREE] -= len(removed)
+
     def get_block_state(self, block: BlockIndex) -> BlockState:
         return self._states[block]
 
@@ -239,6 +248,12 @@ class PrefixIndex:
     def iter_contents(self) -> Iterator[IndexedBlock]:
         """Every indexed content, each once."""
         return (self._entries[duplicates[0]] for duplicates in self._blocks_by_hash.values())
+
+    def iter_full_block_hashes(self, block_size: int) -> Iterator[BlockHash]:
+        """Hashes of all blocks of `block_size` tokens, each content once."""
+        return (
+            entry.block_hash for entry in self.iter_contents() if len(entry.token_ids) == block_size
+        )
 
     def find_block(
         self, block_hash: BlockHash, parent_hash: BlockHash, tokens: Sequence[int]

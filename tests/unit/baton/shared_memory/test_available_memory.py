@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from baton.errors import ConfigError
 from baton.shared_memory import available_memory as rooms
-from baton.shared_memory import segment
+from baton.shared_memory import segment, segment_memory
 from baton.shared_memory.available_memory import (
     AvailableMemory,
     measure_available_memory,
@@ -112,6 +113,14 @@ def test_no_limit_and_no_memory_bound_on_a_disk(tmp_path: Path, kernel: FakeProc
     assert disk.measure(tmp_path).reserve_bytes == 0
 
 
+def measure_instead(
+    monkeypatch: pytest.MonkeyPatch, measure: Callable[[Path], AvailableMemory]
+) -> None:
+    """Let segments take the available memory from `measure`."""
+    for module in (segment, segment_memory):
+        monkeypatch.setattr(module, "measure_available_memory", measure)
+
+
 def test_memory_promised_to_other_segments_is_not_available(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,11 +128,7 @@ def test_memory_promised_to_other_segments_is_not_available(
     other = tmp_path / ("baton-arena-" + "0" * 32)
     with other.open("wb") as file:
         file.truncate(40 * MIB)
-    monkeypatch.setattr(
-        segment,
-        "measure_available_memory",
-        lambda _: AvailableMemory(80 * MIB, "left", reserve_bytes=8 * MIB),
-    )
+    measure_instead(monkeypatch, lambda _: AvailableMemory(80 * MIB, "left", reserve_bytes=8 * MIB))
     with pytest.raises(
         ConfigError, match=r"40MiB promised to other segments: lower --kv-memory to 32MiB or less"
     ):
@@ -136,13 +141,9 @@ def test_filling_stops_when_memory_runs_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other programs reserve nothing, so the free memory is measured before every piece."""
-    lefts = iter([400 * MIB, 400 * MIB, 300 * MIB, 60 * MIB])
-    monkeypatch.setattr(
-        segment,
-        "measure_available_memory",
-        lambda _: AvailableMemory(next(lefts), "left", reserve_bytes=0),
-    )
-    with pytest.raises(ConfigError, match="60MiB left"):
+    lefts = iter([400 * MIB, 400 * MIB, 300 * MIB, 12 * MIB])
+    measure_instead(monkeypatch, lambda _: AvailableMemory(next(lefts), "left", reserve_bytes=0))
+    with pytest.raises(ConfigError, match="12MiB left"):
         segment.create_segment(tmp_path, "pool", 192 * MIB, knob="--pool-memory")
     assert list(tmp_path.iterdir()) == []
 
@@ -150,13 +151,14 @@ def test_filling_stops_when_memory_runs_out(
 RACER = """
 import sys
 from pathlib import Path
-from baton.shared_memory import segment
+from baton.shared_memory import segment, segment_memory
 from baton.errors import ConfigError
 folder, size = Path(sys.argv[1]), int(sys.argv[2])
 from baton.shared_memory.available_memory import AvailableMemory
-segment.measure_available_memory = lambda folder: AvailableMemory(
-    size * 3 // 2 - sum(path.stat().st_blocks * 512 for path in folder.glob("baton-*")), "left", 0
-)
+def measure(folder):
+    used = sum(path.stat().st_blocks * 512 for path in folder.glob("baton-*"))
+    return AvailableMemory(size * 3 // 2 - used, "left", 0)
+segment.measure_available_memory = segment_memory.measure_available_memory = measure
 print("ready", flush=True)
 sys.stdin.readline()
 try:

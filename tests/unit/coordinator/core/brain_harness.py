@@ -54,7 +54,7 @@ OrderT = TypeVar("OrderT", bound=NodeOrder)
 
 
 def make_stats(room: int = 32, **fields: Any) -> NodeStats:
-    return NodeStats(blocks_total=32, blocks_free=room, **fields)
+    return NodeStats(**{"blocks_total": 32, "blocks_free": room} | fields)
 
 
 class BrainHarness:

@@ -20,6 +20,18 @@ from tests.unit.coordinator.core.brain_harness import (
 )
 
 
+def test_length_bounds_follow_a_cache_that_has_become_smaller(world: BrainHarness) -> None:
+    """A node found no memory for 15 of the blocks that it had announced."""
+    world.join_node("p0", PREFILL)
+    node = world.join_node("d0", DECODE, num_blocks=20)
+    assert world.brain.get_model_bounds().current_max_context == 256
+    world.send_heartbeat(node, room=20, blocks_total=20)
+    assert world.brain.get_model_bounds().current_max_context == 256
+    world.send_heartbeat(node, room=5, blocks_total=5)
+    assert world.brain.get_model_bounds().current_max_context == 80
+    assert world.brain.node_registry.nodes[node].info.num_blocks == 5
+
+
 def test_length_bounds_follow_largest_decode_node_and_outlive_it(world: BrainHarness) -> None:
     """Prefill nodes set no bound: decode nodes compute what they cannot hold."""
     with pytest.raises(ServiceUnavailable):

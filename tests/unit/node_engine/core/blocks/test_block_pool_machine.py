@@ -45,7 +45,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(3, 12))
     def begin(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks, SIZE, FakeClock())
+        self.num_backed, self.most_backed = 0, num_blocks
+        self.pool = BlockPool(num_blocks, SIZE, FakeClock(), self.back_blocks)
         self.count = 0
         self.content: dict[
             BlockIndex, tuple[int, ...]
@@ -57,8 +58,21 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.count += 1
         return str(self.count)
 
+    def back_blocks(self, count: int) -> int:
+        """Memory that is allocated on demand, and by nobody else."""
+        self.num_backed = max(self.num_backed, min(count, self.most_backed))
+        return self.num_backed
+
+    @rule()
+    def run_out_of_memory(self) -> None:
+        """No block that has no memory now will ever have any."""
+        self.most_backed = self.num_backed
+        self.pool.remove_unbacked_blocks()
+        assert self.pool.num_blocks == self.num_backed
+
     def on_blocks_taken(self, blocks: tuple[BlockIndex, ...], owner: str) -> None:
         for block in blocks:
+            assert block < self.num_backed, f"block {block} has no memory"
             assert not self.owned.get(block), f"block {block} was handed out twice"
             assert all(block not in promised for promised in self.out.values())
             self.owned[block] = {owner}
