@@ -89,7 +89,7 @@ def test_the_segment_stays_until_its_last_user_is_gone(tmp_path: Path) -> None:
 
 def test_all_of_it_is_on_huge_pages_where_the_kernel_gives_them(memory_folder: Path) -> None:
     probe = segment.create_segment(memory_folder, "probe", HUGE_PAGE)
-    can_have_huge_pages = probe.has_huge_pages
+    can_have_huge_pages = probe.memory.has_huge_pages
     probe.close()
     if not can_have_huge_pages:
         pytest.skip("the kernel gives no huge pages in /dev/shm")
