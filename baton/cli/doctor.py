@@ -1,7 +1,6 @@
 """`baton doctor`: check whether a cluster with these settings would work on this machine."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
@@ -15,6 +14,7 @@ from baton.cli.checks.finding import Finding
 from baton.cli.common.errors import EXIT_FAILURE
 from baton.cli.common.options import DEFAULT_ENDPOINT, JsonOption, add_config_options
 from baton.config.settings import Config
+from baton.process.cores import count_usable_cores
 
 
 def register(app: typer.Typer) -> None:
@@ -63,7 +63,7 @@ def run_checks(settings: Config, endpoint: str) -> list[Finding]:
         *gpu.check_gpus(settings, found),
         check_cpu_kernels(settings, found),
         machine.check_encryption(),
-        machine.check_cores(settings, len(os.sched_getaffinity(0))),
+        machine.check_cores(settings, count_usable_cores()),
         machine.check_open_files(settings),
         *shared_memory.check_segment_folder(settings),
         weight_cache.check_weight_cache(settings),

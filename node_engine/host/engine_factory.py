@@ -1,6 +1,5 @@
 """Builds the engine that the settings of a node name, with its kernels and its sampler."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError, NodeFailed
 from baton.models.weight_cache import resolve_weight_cache
+from baton.process.cores import count_usable_cores
 from baton.process.runtime import collector_paused
 from node_engine.core.scheduling.step_limits import DeviceType, StepLimits
 from node_engine.core.step.engine import DeviceLost, Engine
@@ -118,7 +118,7 @@ def _build_paced_engine(config: NodeConfig) -> Engine:
 def count_compute_threads(config: NodeConfig) -> int:
     """Threads of the forward pass. `auto`: the cores of this process, less one for the rest."""
     if config.threads == "auto":
-        return max(1, len(os.sched_getaffinity(0)) - 1)
+        return max(1, count_usable_cores() - 1)
     if not config.threads.isdigit() or int(config.threads) < 1:
         raise ConfigError(f"threads is {config.threads!r}: it must be auto or a number from 1")
     return int(config.threads)

@@ -16,6 +16,7 @@ from baton.cli.supervisor.ports import Endpoints, cluster_endpoints
 from baton.cli.supervisor.restart_policy import TERM_GRACE_SECONDS
 from baton.config.settings import Config
 from baton.process import clock, log
+from baton.process.cores import count_usable_cores
 from baton.shared_memory.segment import remove_stale_segments
 
 _CHECK_INTERVAL = 1.0  # seconds between checks for frozen and silent children
@@ -37,7 +38,7 @@ class Supervisor:
             config,
             self.endpoints,
             environ=os.environ,
-            cores=len(os.sched_getaffinity(0)),
+            cores=count_usable_cores(),
             supervisor=os.getpid(),
         )
         specs = tuple(

@@ -6,6 +6,7 @@ in a memory-bound step it charges prompts more than they add to it.
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cache
 
 from node_engine.core.sequences.sequence import Sequence
 from node_engine.core.step.step_batch import SequenceId, StepBatch
@@ -15,7 +16,7 @@ class DeviceTime:
     """Counts the seconds that the device was busy."""
 
     def __init__(self) -> None:
-        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)  # (phase, class)
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # by counter
         self.busy_seconds = 0.0
 
     def charge_step(
@@ -26,18 +27,21 @@ class DeviceTime:
         Computing a context counts as prefill and is charged to the class that made it necessary.
         """
         self.busy_seconds += seconds
+        seconds_per_token = seconds / batch.num_tokens if batch.slices else 0.0
         for slice_ in batch.slices:
             sequence = sequences[slice_.sequence_id]
-            share = seconds * len(slice_.token_ids) / batch.num_tokens
+            share = seconds_per_token * len(slice_.token_ids)
             if slice_.start < sequence.context_len:
-                self._seconds["prefill", sequence.charged_class_at(slice_.start)] += share
+                charged_class = sequence.charged_class_at(slice_.start)
+                self._seconds[_counter_name("prefill", charged_class)] += share
             else:
-                self._seconds["decode", sequence.tenant_class] += share
+                self._seconds[_counter_name("decode", sequence.tenant_class)] += share
 
     def counters(self) -> dict[str, float]:
         """Prometheus counters, as a node reports them."""
-        counters = {
-            f'baton_device_seconds_total{{phase="{phase}",class="{tenant_class}"}}': seconds
-            for (phase, tenant_class), seconds in self._seconds.items()
-        }
-        return counters | {"baton_device_busy_seconds_total": self.busy_seconds}
+        return self._seconds | {"baton_device_busy_seconds_total": self.busy_seconds}
+
+
+@cache  # of a few classes, which operators name
+def _counter_name(phase: str, tenant_class: str) -> str:
+    return f'baton_device_seconds_total{{phase="{phase}",class="{tenant_class}"}}'
