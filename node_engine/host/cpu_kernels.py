@@ -1,9 +1,16 @@
-"""Which kernels a node on CPUs computes with: native ones, or torch's."""
+"""Which kernels a node on CPUs computes with, and where it keeps weights that they have packed."""
+
+from pathlib import Path
 
 from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError
+from baton.models.weight_cache import resolve_weight_cache
 from baton.process import log
 from kv_kernels.native.library import NativeLibrary, load_library
+from node_engine.model.cpu.native_loader import WeightSharing
+from node_engine.model.loading.packed_weights.cache_folder import open_weight_cache
+from node_engine.model.loading.packed_weights.digest_cache import ModelDigestCache
+from node_engine.model.loading.packed_weights.store import PackedWeightStore
 
 
 def load_cpu_kernels(config: NodeConfig) -> NativeLibrary | None:
@@ -20,3 +27,12 @@ def load_cpu_kernels(config: NodeConfig) -> NativeLibrary | None:
         raise ConfigError(f"--cpu-kernels native, and {library.reason}: {fix}")
     log.get_logger("engine").info("cpu kernels chosen", kernels=library.describe(), fix=library.fix)
     return None
+
+
+def open_weight_sharing(config: NodeConfig) -> WeightSharing:
+    """Where the nodes of this host keep packed weights. Raises ConfigError for a bad folder."""
+    cache = open_weight_cache(resolve_weight_cache(config))
+    return WeightSharing(
+        PackedWeightStore(Path(config.segment_dir), cache),
+        None if cache is None else ModelDigestCache(cache.folder),
+    )

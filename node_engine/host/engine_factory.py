@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError, NodeFailed
-from baton.models.weight_cache import resolve_weight_cache
 from baton.process.cores import count_usable_cores
 from baton.process.runtime import collector_paused
 from node_engine.core.scheduling.step_limits import DeviceType, StepLimits
@@ -21,7 +19,6 @@ if TYPE_CHECKING:  # torch is imported only if a model is served
     import torch
 
     from kv_kernels.reference.torch_kernels import TorchKernels
-    from node_engine.model.cpu.native_loader import WeightSharing
     from node_engine.model.model_engine import Sampler
 
 _PACED_MAX_MODEL_LEN = 8192
@@ -49,7 +46,7 @@ def build_engine(config: NodeConfig, device: DeviceType, limits: StepLimits) -> 
 
 
 def _build_model_engine(config: NodeConfig, device: DeviceType, limits: StepLimits) -> Engine:
-    from node_engine.host.cpu_kernels import load_cpu_kernels
+    from node_engine.host.cpu_kernels import load_cpu_kernels, open_weight_sharing
     from node_engine.model.model_loader import load_model_engine
 
     library = load_cpu_kernels(config) if device == "cpu" else None
@@ -69,20 +66,6 @@ def _build_model_engine(config: NodeConfig, device: DeviceType, limits: StepLimi
         deterministic=config.deterministic,
         native_library=library,
         open_sharing=partial(open_weight_sharing, config),
-    )
-
-
-def open_weight_sharing(config: NodeConfig) -> "WeightSharing":
-    """Where the nodes of this host keep packed weights. Raises ConfigError for a bad folder."""
-    from node_engine.model.cpu.native_loader import WeightSharing
-    from node_engine.model.loading.packed_weights.cache_folder import open_weight_cache
-    from node_engine.model.loading.packed_weights.digest_cache import ModelDigestCache
-    from node_engine.model.loading.packed_weights.store import PackedWeightStore
-
-    cache = open_weight_cache(resolve_weight_cache(config))
-    return WeightSharing(
-        PackedWeightStore(Path(config.segment_dir), cache),
-        None if cache is None else ModelDigestCache(cache.folder),
     )
 
 

@@ -1,4 +1,4 @@
-"""Loads a model from a Hugging Face folder: its configuration, kernels and weights."""
+"""Builds an engine over the model of a Hugging Face folder, for the device that computes it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,25 +8,28 @@ from typing import Literal
 import torch
 
 from baton.errors import ConfigError
-from baton.kv.blocks import KVLayout
 from baton.models.model_identity import FP8, UNQUANTIZED, KVDType, Quantization
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.native.library import NativeLibrary
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
-from node_engine.model.config.model_config import ModelConfig, load_model_config
 from node_engine.model.cpu.native_loader import WeightSharing, load_native_engine
-from node_engine.model.loading.quantization_support import check_kv_dtype, check_quantization
+from node_engine.model.loading.served_model import (
+    Device,
+    DType,
+    ServedModel,
+    resolve_device,
+    resolve_served_model,
+)
 from node_engine.model.loading.weight_memory import report_too_large_model
 from node_engine.model.loading.weights import ModelWeights, build_dummy_weights, load_weights
 from node_engine.model.model_engine import ModelEngine, Sampler
 from node_engine.model.sampling.sampler import sample_tokens
 from node_engine.model.transformer import Transformer
 
-CPU = torch.device("cpu")
+__all__ = ["DType", "Device", "LoadFormat", "load_model_engine", "resolve_device"]
+
 DEFAULT_MAX_NUM_SEQS = 256  # sequences of the largest decode step that is captured
-DType = Literal["auto", "float32", "bfloat16"]
-Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 
 
@@ -59,142 +62,113 @@ def load_model_engine(
     a CPU computes in FP8 too: the same numbers, slowly, for comparisons. Raises ConfigError for
     what is not served.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
-    folder = Path(path)
-    config = load_model_config(folder)
-    where = resolve_device(device)
-    _check_determinism(where, deterministic=deterministic)
-    kernels = (choose_kernels or partial(kernels_for, deterministic=deterministic))(where)
-    computed = _resolve_dtype(dtype, config)
-    layout = _build_layout(config, block_size, computed if kv_dtype == "auto" else kv_dtype)
-    check_quantization(quantize, config, computed, where, emulates_fp8=emulates_fp8)
-    check_kv_dtype(kv_dtype, config, where)
-    longest = _resolve_length(max_model_len, config)
-    is_native = where.type == "cpu" and quantize != FP8 and layout.dtype == computed
-    if native_library is not None and is_native:
-        return _load_native(
-            folder, config, layout, longest, quantize, native_library, load_format, open_sharing
-        )
-    with torch.inference_mode(), report_too_large_model(config, computed, where):
-        read_weights = _build_dummy if load_format == "dummy" else load_weights
-        weights = read_weights(folder, config, TORCH_DTYPES[computed], where, kernels, quantize)
-        if where.type == "cuda":
-            graph_rows = max_num_seqs if uses_graphs else 0
-            return _build_gpu_engine(
-                config, weights, kernels, layout, where, longest, graph_rows, deterministic
-            )
-        model = Transformer(config, weights, kernels)
-    return ModelEngine(
-        config, model, kernels, layout, where, longest, weights.digest, sampler, computed
+    torch.set_num_threads(threads or torch.get_num_threads())
+    model = resolve_served_model(
+        Path(path),
+        dtype=dtype,
+        device=device,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        quantize=quantize,
+        kv_dtype=kv_dtype,
+        emulates_fp8=emulates_fp8,
     )
+    is_dummy = load_format == "dummy"
+    if native_library and _has_native_kernels(model):
+        return _load_native(model, native_library, open_sharing, is_dummy=is_dummy)
+    _check_determinism(model.device, deterministic=deterministic)
+    choose = choose_kernels or partial(kernels_for, deterministic=deterministic)
+    if model.device.type == "cuda":
+        rows = max_num_seqs if uses_graphs else 0
+        return _load_gpu(model, choose, rows, deterministic, is_dummy=is_dummy)
+    return _load_torch(model, choose(model.device), sampler, is_dummy=is_dummy)
+
+
+def _has_native_kernels(model: ServedModel) -> bool:
+    """Whether the native kernels compute this model: on a CPU, not in FP8, KV in its own dtype."""
+    is_plain = model.quantization != FP8 and model.layout.dtype == model.dtype
+    return model.device.type == "cpu" and is_plain
 
 
 def _load_native(
-    folder: Path,
-    config: ModelConfig,
-    layout: KVLayout,
-    max_model_len: int,
-    quantize: Quantization,
+    model: ServedModel,
     library: NativeLibrary,
-    load_format: LoadFormat,
     open_sharing: Callable[[], WeightSharing] | None,
+    *,
+    is_dummy: bool,
 ) -> BaseEngine:
     threads = torch.get_num_threads()
-    with torch.inference_mode(), report_too_large_model(config, layout.dtype, CPU):
+    with (
+        torch.inference_mode(),
+        report_too_large_model(model.config, model.dtype, model.device),
+    ):
         engine = load_native_engine(
-            folder,
-            config,
-            layout,
-            max_model_len,
-            quantize,
-            library,
-            threads,
-            is_dummy=load_format == "dummy",
-            open_sharing=open_sharing,
+            model, library, threads, is_dummy=is_dummy, open_sharing=open_sharing
         )
     # What torch still computes is small: its threads would spin on the cores of the kernels.
     torch.set_num_threads(1)
     return engine
 
 
-def _build_layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
-    return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
+def _load_torch(
+    model: ServedModel, kernels: TorchKernels, sampler: Sampler, *, is_dummy: bool
+) -> BaseEngine:
+    with (
+        torch.inference_mode(),
+        report_too_large_model(model.config, model.dtype, model.device),
+    ):
+        weights = _read_weights(model, kernels, is_dummy=is_dummy)
+        transformer = Transformer(model.config, weights, kernels)
+    return ModelEngine(
+        model.config,
+        transformer,
+        kernels,
+        model.layout,
+        model.device,
+        model.max_model_len,
+        weights.digest,
+        sampler,
+        model.dtype,
+    )
 
 
-def _build_gpu_engine(
-    config: ModelConfig,
-    weights: ModelWeights,
-    kernels: TorchKernels,
-    layout: KVLayout,
-    device: torch.device,
-    max_model_len: int,
+def _load_gpu(
+    model: ServedModel,
+    choose_kernels: Callable[[torch.device], TorchKernels],
     max_graph_rows: int,
     deterministic: bool,
+    *,
+    is_dummy: bool,
 ) -> BaseEngine:
     from node_engine.model.gpu.fused_transformer import FusedTransformer  # imports triton
     from node_engine.model.gpu.gpu_engine import GpuEngine
 
-    return GpuEngine(
-        config,
-        FusedTransformer(config, weights, max_model_len, deterministic=deterministic),
-        kernels,
-        layout,
-        device,
-        max_model_len,
-        weights.digest,
-        max_graph_rows=max_graph_rows,
-    )
+    kernels = choose_kernels(model.device)
+    config, longest = model.config, model.max_model_len
+    with torch.inference_mode(), report_too_large_model(config, model.dtype, model.device):
+        weights = _read_weights(model, kernels, is_dummy=is_dummy)
+        return GpuEngine(
+            config,
+            FusedTransformer(config, weights, longest, deterministic=deterministic),
+            kernels,
+            model.layout,
+            model.device,
+            longest,
+            weights.digest,
+            max_graph_rows=max_graph_rows,
+        )
 
 
-def _build_dummy(
-    folder: Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: TorchKernels,
-    quantization: Quantization,
-) -> ModelWeights:
-    return build_dummy_weights(config, dtype, device, kernels, quantization)
-
-
-def resolve_device(device: Device) -> torch.device:
-    """The device that `device` names here. Raises ConfigError for a GPU that torch does not see."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda: torch sees no NVIDIA GPU here: use --device cpu")
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
+def _read_weights(model: ServedModel, kernels: TorchKernels, *, is_dummy: bool) -> ModelWeights:
+    how = model.config, TORCH_DTYPES[model.dtype], model.device, kernels, model.quantization
+    return build_dummy_weights(*how) if is_dummy else load_weights(model.folder, *how)
 
 
 def _check_determinism(device: torch.device, *, deterministic: bool) -> None:
     if deterministic and device.type != "cuda":
         raise ConfigError(
-            "deterministic: sums on a CPU depend on the number of rows: use --device cuda, or"
-            " --dtype float32 without --deterministic",
+            "deterministic: sums of torch's kernels on a CPU depend on the number of rows: use"
+            " native kernels (--cpu-kernels native), --device cuda, or --dtype float32 without"
+            " --deterministic",
             param="deterministic",
         )
-
-
-def _resolve_dtype(dtype: DType, config: ModelConfig) -> str:
-    """float16 folders run in bfloat16 unless float32 is asked for: the cache has no float16."""
-    if dtype != "auto":
-        return dtype
-    stored = config.stored_dtype.removeprefix("torch.")
-    if stored not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(
-            f"dtype {config.stored_dtype!r} in config.json: choose --dtype float32 or bfloat16"
-        )
-    return "float32" if stored == "float32" else "bfloat16"
-
-
-def _resolve_length(max_model_len: int | None, config: ModelConfig) -> int:
-    longest = config.max_position_embeddings
-    if max_model_len is None:
-        return longest
-    if not 1 <= max_model_len <= longest:
-        raise ConfigError(
-            f"--max-model-len {max_model_len}: the model's max_position_embeddings allows 1 to"
-            f" {longest}"
-        )
-    return max_model_len

@@ -3,16 +3,10 @@
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-
-from baton.kv.blocks import KVLayout
-from baton.models.model_identity import Quantization
 from kv_kernels.native.library import NativeLibrary, describe_features
 from kv_kernels.native.structures import PACKED_FORMAT_VERSION
 from node_engine.model.common.base_engine import TORCH_DTYPES
-from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.cpu.native_engine import NativeEngine
 from node_engine.model.cpu.native_model import build_native_model
 from node_engine.model.cpu.native_weights import WeightPlan
@@ -26,9 +20,7 @@ from node_engine.model.loading.packed_weights.image_layout import (
 )
 from node_engine.model.loading.packed_weights.image_memory import allocate_private_image
 from node_engine.model.loading.packed_weights.store import PackedWeightStore
-
-_CPU = torch.device("cpu")
-
+from node_engine.model.loading.served_model import ServedModel
 
 # Smaller models are packed in a moment by each node.
 MIN_SHARED_BYTES = 64 << 20
@@ -43,11 +35,7 @@ class WeightSharing:
 
 
 def load_native_engine(
-    folder: Path,
-    config: ModelConfig,
-    layout: KVLayout,
-    max_model_len: int,
-    quantization: Quantization,
+    model: ServedModel,
     library: NativeLibrary,
     threads: int,
     *,
@@ -59,23 +47,24 @@ def load_native_engine(
     `open_sharing` is called for a model of MIN_SHARED_BYTES or more. Raises ConfigError for what
     is not served, MemoryError if there is no memory or thread left.
     """
-    dtype = layout.dtype
-    plan = WeightPlan(config, dtype, quantization, library)
+    config, quantization, dtype = model.config, model.quantization, TORCH_DTYPES[model.dtype]
+    plan = WeightPlan(config, model.dtype, quantization, library)
     is_large = sum(region.nbytes for region in plan.regions) >= MIN_SHARED_BYTES
     sharing = open_sharing() if open_sharing is not None and is_large else None
     tensors: CheckpointTensors | DummyTensors
     if is_dummy:
-        tensors = DummyTensors(config, TORCH_DTYPES[dtype], _CPU, quantization)
+        tensors = DummyTensors(config, dtype, model.device, quantization)
     else:
-        tensors = CheckpointTensors(folder, config, TORCH_DTYPES[dtype], _CPU, quantization)
+        tensors = CheckpointTensors(model.folder, config, dtype, model.device, quantization)
     with closing(tensors):
         if isinstance(tensors, CheckpointTensors):
-            digest = find_model_digest(folder, tensors, sharing.digests if sharing else None)
+            digests = sharing.digests if sharing else None
+            digest = find_model_digest(model.folder, tensors, digests)
         else:
             digest = tensors.compute_digest()
         addresses, memory = _find_weights(plan, tensors, digest, library, sharing)
-    model = build_native_model(config, dtype, plan, addresses, memory, library, threads)
-    return NativeEngine(config, model, layout, max_model_len, digest, quantization)
+    native = build_native_model(config, model.dtype, plan, addresses, memory, library, threads)
+    return NativeEngine(config, native, model.layout, model.max_model_len, digest, quantization)
 
 
 def _find_weights(

@@ -1,6 +1,6 @@
 """Builds the native model of an architecture from its packed regions."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kv_kernels.native.library import NativeLibrary
 from kv_kernels.native.model import NativeModel
@@ -33,16 +33,7 @@ def build_native_model(
         return plan.matrices[name].describe(addresses[name])
 
     layers = [
-        KvnLayer(
-            attention_norm=addresses[layer_region(index, "attention_norm")],
-            qk_norm=addresses.get(layer_region(index, "qk_norm")),
-            mlp_norm=addresses[layer_region(index, "mlp_norm")],
-            qkv=matrix(layer_region(index, "qkv")),
-            output=matrix(layer_region(index, "output")),
-            gate_up=matrix(layer_region(index, "gate_up")),
-            down=matrix(layer_region(index, "down")),
-            window=window or 0,
-        )
+        _describe_layer(index, window or 0, addresses, matrix)
         for index, window in enumerate(config.windows)
     ]
     model = KvnModel(
@@ -61,3 +52,18 @@ def build_native_model(
         head=matrix(HEAD),
     )
     return NativeModel(library.functions, model, layers, threads, [frequencies, memory])
+
+
+def _describe_layer(
+    index: int, window: int, addresses: Mapping[str, int], matrix: Callable[[str], KvnLinear]
+) -> KvnLayer:
+    return KvnLayer(
+        attention_norm=addresses[layer_region(index, "attention_norm")],
+        qk_norm=addresses.get(layer_region(index, "qk_norm")),
+        mlp_norm=addresses[layer_region(index, "mlp_norm")],
+        qkv=matrix(layer_region(index, "qkv")),
+        output=matrix(layer_region(index, "output")),
+        gate_up=matrix(layer_region(index, "gate_up")),
+        down=matrix(layer_region(index, "down")),
+        window=window,
+    )
