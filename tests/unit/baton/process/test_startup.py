@@ -1,10 +1,12 @@
 """The phases of a process's start."""
 
+import gc
 import time
 
 import pytest
 
 from baton.process import log
+from baton.process.runtime import collector_paused
 from baton.process.startup import STARTUP_EVENT, StartupTimer, read_creation_time
 
 
@@ -48,3 +50,15 @@ def test_the_log_line_has_all_phases(capsys: pytest.CaptureFixture[str]) -> None
 def test_this_process_was_created_in_the_past() -> None:
     now = time.clock_gettime(time.CLOCK_BOOTTIME)
     assert 0.0 < read_creation_time() <= now
+
+
+def test_the_collector_pauses_and_forgets_what_was_allocated_meanwhile() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with collector_paused():
+            assert not gc.isenabled()
+            kept = [[number] for number in range(1000)]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= before + len(kept)
+    finally:
+        gc.unfreeze()
