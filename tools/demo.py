@@ -26,6 +26,7 @@ from baton.config.settings import Config
 from baton.errors import BatonError
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
 from baton.shared_memory import segment
+from kv_kernels.native.library import load_library
 from tools.footprint import disk_bytes, list_segment_files, measure_cluster_memory
 
 # The bundled model continues this to a whole function and ends by itself.
@@ -57,6 +58,7 @@ async def run_demo(console: Console, model: Path, folder: Path, began: float) ->
             ready = time.monotonic()
             first, timeline = await stream_answer(console, cluster)
             console.print(render_timeline(timeline))
+            console.print(f"CPU kernels: {load_library().describe()}", highlight=False)
             console.print(
                 f"ready after {ready - began:.1f} s, "
                 f"first token {first - began:.1f} s after the start",

@@ -31,6 +31,9 @@ class CpuFeature(IntFlag):
     AVX512_BF16 = 8
 
 
+_ALL_FEATURES = ~CpuFeature(0)
+
+
 @dataclass(frozen=True)
 class NativeLibrary:
     """The loaded library."""
@@ -109,11 +112,12 @@ def _declare(functions: ctypes.CDLL) -> int:
 def _check_features(
     functions: ctypes.CDLL, build_id: str, environ: Mapping[str, str]
 ) -> NativeLibrary | NoNativeLibrary:
-    if (names := environ.get(FEATURES_VARIABLE)) is not None:
-        try:
-            functions.kvn_limit_cpu_features(parse_features(names))
-        except ValueError as error:
-            return NoNativeLibrary(str(error), f"unset {FEATURES_VARIABLE}")
+    names = environ.get(FEATURES_VARIABLE)
+    try:
+        allowed = _ALL_FEATURES if names is None else parse_features(names)
+    except ValueError as error:
+        return NoNativeLibrary(str(error), f"unset {FEATURES_VARIABLE}")
+    functions.kvn_limit_cpu_features(allowed)
     features = CpuFeature(functions.kvn_cpu_features())
     if CpuFeature.AVX2 not in features:
         return NoNativeLibrary("this CPU has no AVX2 with FMA and F16C")

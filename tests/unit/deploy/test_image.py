@@ -95,9 +95,14 @@ def test_build_context_has_what_the_wheel_needs_and_nothing_private() -> None:
     ]
     tops = [f"kernels/{name}" if name == "kv_kernels" else name for name in packages]
     needed = [path for path in tracked if path.startswith(tuple(f"{top}/" for top in tops))]
+    build_files = [
+        path
+        for path in tracked
+        if path in ("pyproject.toml", "MANIFEST.in") or path.startswith("tools/build_backend/")
+    ]
     assert [
         path
-        for path in (*needed, "pyproject.toml", "README.md", "deploy/requirements.py")
+        for path in (*needed, *build_files, "README.md", "deploy/requirements.py")
         if is_ignored(path)
     ] == []
     private = (
