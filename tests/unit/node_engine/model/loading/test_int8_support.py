@@ -165,7 +165,7 @@ def test_logprobs_are_near_those_without_quantization(folder: Path, dtype: DType
     assert 0.0 < float(difference.mean()) < 0.1
 
 
-class WatchedLinear(Int8Linear):
+class WatchedInt8Linear(Int8Linear):
     """Counts the unquantized weights that are still in memory when the next one is quantized."""
 
     unquantized: ClassVar[weakref.WeakSet[torch.Tensor]] = weakref.WeakSet()
@@ -174,23 +174,23 @@ class WatchedLinear(Int8Linear):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight, bias)
-        cls = WatchedLinear
+        cls = WatchedInt8Linear
         cls.unquantized.add(weight)
         cls.most_alive = max(cls.most_alive, len(cls.unquantized))
         cls.num_made += 1
 
 
-class WatchedKernels(TorchKernels):
+class WatchedInt8Kernels(TorchKernels):
     """The reference, with watched linear layers."""
 
-    make_int8_linear = WatchedLinear
+    make_int8_linear = WatchedInt8Linear
 
 
 def test_weights_are_quantized_one_after_another(folder: Path) -> None:
     config = load_model_config(folder)
-    weights = load_weights(folder, config, torch.float32, CPU, WatchedKernels(), INT8)
-    assert WatchedLinear.num_made == 4 * config.num_layers + 1
-    assert WatchedLinear.most_alive == 1
+    weights = load_weights(folder, config, torch.float32, CPU, WatchedInt8Kernels(), INT8)
+    assert WatchedInt8Linear.num_made == 4 * config.num_layers + 1
+    assert WatchedInt8Linear.most_alive == 1
     assert weights.quantization == "int8"
     assert isinstance(weights.head, Int8Linear)
     assert weights.embedding.dtype is torch.float32
