@@ -60,9 +60,8 @@ def load_model_engine(
     _check_determinism(where, deterministic=deterministic)
     kernels = (choose_kernels or partial(kernels_for, deterministic=deterministic))(where)
     computed = _resolve_dtype(dtype, config)
-    layout = _build_layout(config, block_size, computed if kv_dtype == "auto" else kv_dtype)
+    layout = _build_layout(config, block_size, computed, kv_dtype, where)
     check_quantization(quantize, config, computed, where, emulates_fp8=emulates_fp8)
-    check_kv_dtype(kv_dtype, config, where)
     with torch.inference_mode(), report_too_large_model(config, computed, where):
         read_weights = _build_dummy if load_format == "dummy" else load_weights
         weights = read_weights(folder, config, TORCH_DTYPES[computed], where, kernels, quantize)
@@ -73,13 +72,17 @@ def load_model_engine(
                 config, weights, kernels, layout, where, longest, graph_rows, deterministic
             )
         model = Transformer(config, weights, kernels)
-    return ModelEngine(
-        config, model, kernels, layout, where, longest, weights.digest, sampler, computed
-    )
+    digest = weights.digest
+    return ModelEngine(config, model, kernels, layout, where, longest, digest, sampler, computed)
 
 
-def _build_layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
-    return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
+def _build_layout(
+    config: ModelConfig, block_size: int, dtype: str, kv_dtype: KVDType, device: torch.device
+) -> KVLayout:
+    """The layout of KV. Raises ConfigError for a --kv-dtype that is not served."""
+    check_kv_dtype(kv_dtype, config, device)
+    stored = dtype if kv_dtype == "auto" else kv_dtype
+    return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, stored)
 
 
 def _build_gpu_engine(

@@ -24,6 +24,11 @@ SETTINGS: dict[str, Any] = {
     "threads": "1",
     "max_batched_tokens": 256,
 }
+CLUSTERS: dict[str, dict[str, Any]] = {
+    "colocated": {"prefill": 0, "decode": 1, "mode": "colocated"},
+    "shm": {"prefill": 1, "decode": 1, "mode": "disaggregated", "transport": "shm"},
+    "zmq": {"prefill": 1, "decode": 1, "mode": "disaggregated", "transport": "zmq"},
+}
 INT8_MISMATCH = "layout.dtype 'int8', the cluster has 'float32'"
 
 
@@ -45,11 +50,7 @@ async def test_disaggregated_tokens_equal_colocated_ones(
     tmp_path: Path, model: Path, quantize: str
 ) -> None:
     found = []
-    for name, settings in {
-        "colocated": {"prefill": 0, "decode": 1, "mode": "colocated"},
-        "shm": {"prefill": 1, "decode": 1, "mode": "disaggregated", "transport": "shm"},
-        "zmq": {"prefill": 1, "decode": 1, "mode": "disaggregated", "transport": "zmq"},
-    }.items():
+    for name, settings in CLUSTERS.items():
         folder = tmp_path / name
         folder.mkdir()
         made = Cluster(folder, model=str(model), quantize=quantize, **SETTINGS, **settings)
