@@ -14,12 +14,12 @@ from kv_kernels.native.library import NativeLibrary
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
 from node_engine.model.cpu.native_loader import WeightSharing, load_native_engine
-from node_engine.model.loading.served_model import (
+from node_engine.model.loading.resolved_model import (
     Device,
     DType,
-    ServedModel,
+    ResolvedModel,
     resolve_device,
-    resolve_served_model,
+    resolve_model,
 )
 from node_engine.model.loading.weight_memory import report_too_large_model
 from node_engine.model.loading.weights import ModelWeights, build_dummy_weights, load_weights
@@ -63,7 +63,7 @@ def load_model_engine(
     what is not served.
     """
     torch.set_num_threads(threads or torch.get_num_threads())
-    model = resolve_served_model(
+    model = resolve_model(
         Path(path),
         dtype=dtype,
         device=device,
@@ -84,14 +84,14 @@ def load_model_engine(
     return _load_torch(model, choose(model.device), sampler, is_dummy=is_dummy)
 
 
-def _has_native_kernels(model: ServedModel) -> bool:
+def _has_native_kernels(model: ResolvedModel) -> bool:
     """Whether the native kernels compute this model: on a CPU, not in FP8, KV in its own dtype."""
     is_plain = model.quantization != FP8 and model.layout.dtype == model.dtype
     return model.device.type == "cpu" and is_plain
 
 
 def _load_native(
-    model: ServedModel,
+    model: ResolvedModel,
     library: NativeLibrary,
     open_sharing: Callable[[], WeightSharing] | None,
     *,
@@ -111,7 +111,7 @@ def _load_native(
 
 
 def _load_torch(
-    model: ServedModel, kernels: TorchKernels, sampler: Sampler, *, is_dummy: bool
+    model: ResolvedModel, kernels: TorchKernels, sampler: Sampler, *, is_dummy: bool
 ) -> BaseEngine:
     with (
         torch.inference_mode(),
@@ -133,7 +133,7 @@ def _load_torch(
 
 
 def _load_gpu(
-    model: ServedModel,
+    model: ResolvedModel,
     choose_kernels: Callable[[torch.device], TorchKernels],
     max_graph_rows: int,
     deterministic: bool,
@@ -159,7 +159,7 @@ def _load_gpu(
         )
 
 
-def _read_weights(model: ServedModel, kernels: TorchKernels, *, is_dummy: bool) -> ModelWeights:
+def _read_weights(model: ResolvedModel, kernels: TorchKernels, *, is_dummy: bool) -> ModelWeights:
     how = model.config, TORCH_DTYPES[model.dtype], model.device, kernels, model.quantization
     return build_dummy_weights(*how) if is_dummy else load_weights(model.folder, *how)
 

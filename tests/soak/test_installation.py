@@ -20,7 +20,7 @@ def test_installation_without_a_compiler(tmp_path: Path) -> None:
     python = tmp_path / "venv" / "bin" / "python"
     environ = {name: value for name, value in os.environ.items() if name != "CXX"}
     environ["PATH"] = str(python.parent)
-    command = [python, "-m", "pip", "install", "--no-deps", tree]
+    command = [str(python), "-m", "pip", "install", "--no-deps", str(tree)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     told = subprocess.check_output(

@@ -88,7 +88,7 @@ class BuildWheel(bdist_wheel):
         # First, because where files go in a wheel depends on whether it is pure.
         if build_native(_build_folder(self)):
             self.root_is_pure = False
-            self.distribution.has_ext_modules = lambda: True  # type: ignore[method-assign]
+            self.distribution.has_ext_modules = lambda: True
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:

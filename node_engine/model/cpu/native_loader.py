@@ -20,7 +20,7 @@ from node_engine.model.loading.packed_weights.image_layout import (
 )
 from node_engine.model.loading.packed_weights.image_memory import allocate_private_image
 from node_engine.model.loading.packed_weights.store import PackedWeightStore
-from node_engine.model.loading.served_model import ServedModel
+from node_engine.model.loading.resolved_model import ResolvedModel
 
 # Smaller models are packed in a moment by each node.
 MIN_SHARED_BYTES = 64 << 20
@@ -35,7 +35,7 @@ class WeightSharing:
 
 
 def load_native_engine(
-    model: ServedModel,
+    model: ResolvedModel,
     library: NativeLibrary,
     threads: int,
     *,

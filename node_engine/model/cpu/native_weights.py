@@ -41,12 +41,12 @@ class WeightPlan:
         self._config = config
         self._functions = library.functions
         self._format = FORMATS[dtype]
-        self._layer_format = Format.INT8 if quantization == INT8 else self._format
+        self._matrix_format = Format.INT8 if quantization == INT8 else self._format
         self.matrices: Mapping[str, MatrixLayout] = dict(self._iter_matrices())
         self.regions: tuple[Region, ...] = tuple(self._iter_regions())
 
     def _iter_matrices(self) -> Iterator[tuple[str, MatrixLayout]]:
-        config, stored = self._config, self._layer_format
+        config, stored = self._config, self._matrix_format
         hidden, inner, attended = (
             config.hidden_size,
             config.intermediate_size,
@@ -64,7 +64,7 @@ class WeightPlan:
                 ("down", MatrixLayout(inner, hidden, stored, has_bias=config.mlp_bias)),
             ):
                 yield layer_region(layer, name), layout
-        yield HEAD, MatrixLayout(hidden, config.vocab_size, self._format)
+        yield HEAD, MatrixLayout(hidden, config.vocab_size, stored)
 
     def _iter_regions(self) -> Iterator[Region]:
         config = self._config

@@ -28,7 +28,7 @@ from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.config.rope import RopeConfig
 from node_engine.model.cpu.native_loader import load_native_engine
-from node_engine.model.loading.served_model import ServedModel
+from node_engine.model.loading.resolved_model import ResolvedModel
 from node_engine.model.loading.weights import build_dummy_weights
 from node_engine.model.model_engine import ModelEngine
 from node_engine.model.sampling.sampler import sample_tokens
@@ -110,7 +110,7 @@ def load_engine(
     assert isinstance(_LIBRARY, NativeLibrary)
     _LIBRARY.functions.kvn_limit_cpu_features(features)
     try:
-        model = ServedModel(
+        model = ResolvedModel(
             Path(),
             config,
             make_layout(config, dtype),

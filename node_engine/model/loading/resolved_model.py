@@ -17,7 +17,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class ResolvedModel:
     """What an engine is built from, beside the weights."""
 
     folder: Path
@@ -29,7 +29,7 @@ class ServedModel:
     max_model_len: int  # tokens of the longest context
 
 
-def resolve_served_model(
+def resolve_model(
     folder: Path,
     *,
     dtype: DType,
@@ -39,7 +39,7 @@ def resolve_served_model(
     quantize: Quantization = UNQUANTIZED,
     kv_dtype: KVDType = "auto",
     emulates_fp8: bool = False,
-) -> ServedModel:
+) -> ResolvedModel:
     """Read the configuration and check the settings. Raises ConfigError for what is not served."""
     config = load_model_config(folder)
     where = resolve_device(device)
@@ -54,7 +54,7 @@ def resolve_served_model(
     check_quantization(quantize, config, computed, where, emulates_fp8=emulates_fp8)
     check_kv_dtype(kv_dtype, config, where)
     longest = _resolve_length(max_model_len, config)
-    return ServedModel(folder, config, layout, computed, quantize, where, longest)
+    return ResolvedModel(folder, config, layout, computed, quantize, where, longest)
 
 
 def resolve_device(device: Device) -> torch.device:
