@@ -15,7 +15,7 @@ from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.torch_kernels import TorchKernels
 from tests.gpu.kernel_comparisons import SAMPLING_FILTERS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[3]
 # bf16: operands and the result are rounded to 8 bits each.

@@ -32,6 +32,9 @@ class FixedSums:
     prompts: list[StablePrompt]
 
 
+pytestmark = pytest.mark.timeout(300)
+
+
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory: pytest.TempPathFactory) -> FixedSums:
     """Of a model with sliding windows."""

@@ -56,11 +56,12 @@ def test_processes_that_start_at_the_same_moment_pack_once(tmp_path: Path) -> No
 
 
 def test_a_waiter_packs_if_the_packer_dies(tmp_path: Path) -> None:
-    with run_user(tmp_path, stop_at="norm") as packer, run_user(tmp_path) as waiter:
-        if read_until(packer, "fill norm"):
+    with run_user(tmp_path, stop_at="norm") as packer:
+        read_until(packer, "fill norm")
+        with run_user(tmp_path) as waiter:
             read_until(waiter, WAITS)
-        kill(packer)
-        assert read_until(waiter, "result") == "result checkpoint True True"
+            kill(packer)
+            assert read_until(waiter, "result") == "result checkpoint True True"
 
 
 def test_a_half_written_segment_is_never_used(tmp_path: Path) -> None:
