@@ -42,8 +42,8 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
     deterministic: Annotated[
         bool,
         help_text(
-            "Compute each request's tokens on a GPU in the same order, whatever else is computed "
-            "with them; slower"
+            "Compute each request's tokens in the same order, whatever else is computed with "
+            "them; slower on a GPU, and what native CPU kernels always do"
         ),
     ] = False
     cpu_kernels: Annotated[

@@ -1,0 +1,213 @@
+// Forward passes of a small model with odd shapes, in all formats and instruction sets: what they
+// read and write stays inside their memory, threads do not race, and a sequence's result depends
+// on nothing but the sequence.
+#include <cstring>
+#include <deque>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "kv_model.h"
+
+namespace {
+
+constexpr int64_t kHidden = 38, kInner = 27, kHeads = 6, kKvHeads = 2, kDim = 10, kVocab = 53;
+constexpr int64_t kBlockSize = 5, kBlocks = 40, kLayers = 2;
+
+int64_t count_panels(int64_t out, bool is_gated) { return (out + 15) / 16 * (is_gated ? 2 : 1); }
+
+// A model with random weights, and all memory that it points to.
+class TestModel {
+ public:
+  TestModel(int32_t format, bool is_int8, bool has_bias) : random_(7), format_(format) {
+    matrix_format_ = is_int8 ? static_cast<int32_t>(KVN_INT8) : format;
+    has_bias_ = has_bias;
+    layers_.resize(kLayers);
+    for (int64_t i = 0; i < kLayers; ++i) {
+      KvnLayer& layer = layers_[static_cast<size_t>(i)];
+      const int64_t channels = (kHeads + 2 * kKvHeads) * kDim;
+      layer.attention_norm = draw(kHidden);
+      layer.qk_norm = i % 2 ? draw((kHeads + kKvHeads) * kDim) : nullptr;
+      layer.mlp_norm = draw(kHidden);
+      layer.qkv = pack(channels, kHidden, false);
+      layer.output = pack(kHidden, kHeads * kDim, false);
+      layer.gate_up = pack(kInner, kHidden, true);
+      layer.down = pack(kHidden, kInner, false);
+      layer.window = i % 2 ? 0 : 70;
+    }
+    model.format = format;
+    model.num_layers = kLayers;
+    model.hidden = kHidden;
+    model.intermediate = kInner;
+    model.heads = kHeads;
+    model.kv_heads = kKvHeads;
+    model.head_dim = kDim;
+    model.vocab = kVocab;
+    model.norm_eps = 1e-5f;
+    model.frequencies = draw(kDim / 2);
+    model.final_norm = draw(kHidden);
+    model.layers = layers_.data();
+    model.embedding = draw_numbers(kVocab * kHidden);
+    model.head = pack(kVocab, kHidden, false);
+    const int64_t size = format == KVN_FLOAT32 ? 4 : 2;
+    arena.resize(static_cast<size_t>(kBlocks * kLayers * 2 * kKvHeads * kBlockSize * kDim * size));
+  }
+
+  KvnModel model = {};
+  std::vector<char> arena;
+
+ private:
+  const float* draw(int64_t count) {
+    std::normal_distribution<float> normal(0.5f, 0.5f);
+    floats_.emplace_back();
+    for (int64_t i = 0; i < count; ++i) floats_.back().push_back(normal(random_));
+    return floats_.back().data();
+  }
+
+  // In the model's format.
+  const void* draw_numbers(int64_t count) {
+    const float* values = draw(count);
+    if (format_ == KVN_FLOAT32) return values;
+    halves_.emplace_back(static_cast<size_t>(count));
+    for (int64_t i = 0; i < count; ++i) {
+      uint32_t bits;
+      std::memcpy(&bits, values + i, sizeof bits);
+      halves_.back()[static_cast<size_t>(i)] = static_cast<uint16_t>(bits >> 16);
+    }
+    return halves_.back().data();
+  }
+
+  KvnLinear pack(int64_t out, int64_t in, bool is_gated) {
+    const int64_t panels = count_panels(out, is_gated);
+    const int64_t bytes = panels * kvn_panel_bytes(in, matrix_format_);
+    KvnLinear linear = {};
+    // Aligned as the packed weights of a node are, and exact in size, so that a stray read is found.
+    auto* packed = static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(bytes)));
+    std::memset(packed, 0, static_cast<size_t>(bytes));
+    memory_.push_back(packed);
+    scales_.emplace_back(static_cast<size_t>(panels * 16));
+    sums_.emplace_back(static_cast<size_t>(panels * 16));
+    for (int part = 0; part < (is_gated ? 2 : 1); ++part) {
+      KvnPack pack = {};
+      pack.weight = draw(out * in);
+      pack.out = out;
+      pack.in = in;
+      pack.source_format = KVN_FLOAT32;
+      pack.format = matrix_format_;
+      pack.first_panel = part;
+      pack.panel_step = is_gated ? 2 : 1;
+      pack.packed = packed;
+      pack.scales = scales_.back().data();
+      pack.channel_sums = sums_.back().data();
+      CHECK(kvn_pack(&pack) == KVN_OK);
+    }
+    linear.weights = packed;
+    linear.bias = has_bias_ ? draw(panels * 16) : nullptr;
+    linear.scales = scales_.back().data();
+    linear.channel_sums = sums_.back().data();
+    linear.in = in;
+    linear.out = out;
+    linear.format = matrix_format_;
+    linear.is_gated = is_gated;
+    return linear;
+  }
+
+ public:
+  ~TestModel() {
+    for (char* packed : memory_) std::free(packed);
+  }
+  TestModel(const TestModel&) = delete;
+  TestModel& operator=(const TestModel&) = delete;
+
+ private:
+  std::mt19937 random_;
+  int32_t format_, matrix_format_;
+  bool has_bias_;
+  std::deque<std::vector<float>> floats_;
+  std::deque<std::vector<uint16_t>> halves_;
+  std::deque<std::vector<float>> scales_;
+  std::deque<std::vector<int32_t>> sums_;
+  std::vector<char*> memory_;
+  std::vector<KvnLayer> layers_;
+};
+
+// Part of a sequence: `count` tokens from `position` on, in the blocks of `sequence`.
+struct Part {
+  int64_t sequence, position, count;
+};
+
+std::vector<float> run_step(KvnContext* context, const std::vector<Part>& parts, bool by_halves) {
+  std::vector<int64_t> tokens, tables, sampled;
+  std::vector<KvnSlice> slices;
+  for (const Part& part : parts) {
+    const int64_t entries = (part.position + part.count + kBlockSize - 1) / kBlockSize;
+    slices.push_back({static_cast<int64_t>(tokens.size()), part.count, part.position,
+                      static_cast<int64_t>(tables.size()), entries});
+    for (int64_t i = 0; i < entries; ++i) tables.push_back(part.sequence * 20 + 19 - i);
+    for (int64_t i = 0; i < part.count; ++i)
+      tokens.push_back((part.sequence * 31 + (part.position + i) * 7) % kVocab);
+    sampled.push_back(static_cast<int64_t>(tokens.size()) - 1);
+  }
+  KvnStep step = {};
+  step.token_ids = tokens.data();
+  step.num_rows = static_cast<int64_t>(tokens.size());
+  step.slices = slices.data();
+  step.num_slices = static_cast<int64_t>(slices.size());
+  step.block_tables = tables.data();
+  step.num_table_entries = static_cast<int64_t>(tables.size());
+  step.sampled_rows = sampled.data();
+  step.num_sampled = static_cast<int64_t>(sampled.size());
+  CHECK(kvn_begin_step(context, &step) == KVN_OK);
+  for (int half = 0; by_halves && half < 2 * kLayers; ++half)
+    CHECK(kvn_run_halves(context, half, half + 1) == KVN_OK);
+  if (!by_halves) CHECK(kvn_run_halves(context, 0, 2 * kLayers) == KVN_OK);
+  std::vector<float> logits(sampled.size() * kVocab);
+  CHECK(kvn_compute_logits(context, 0, step.num_sampled, logits.data()) == KVN_OK);
+  return logits;
+}
+
+void check_sequences(int32_t format, bool is_int8, bool has_bias) {
+  TestModel test(format, is_int8, has_bias);
+  const KvnCache cache = {test.arena.data(), kBlocks, kBlockSize};
+  std::vector<float> expected;
+  for (const int threads : {1, 3}) {
+    KvnContext* context = kvn_create(&test.model, threads);
+    CHECK(context != nullptr);
+    kvn_bind_cache(context, &cache);
+    const std::vector<float> whole = run_step(context, {{0, 0, 93}}, false);
+    CHECK(whole.size() == static_cast<size_t>(kVocab));
+    if (expected.empty()) expected = whole;
+    CHECK(whole == expected);
+    run_step(context, {{0, 0, 30}, {1, 0, 9}}, true);
+    run_step(context, {{1, 9, 1}, {0, 30, 62}}, false);
+    const std::vector<float> last = run_step(context, {{0, 92, 1}, {1, 10, 14}}, true);
+    CHECK(std::vector<float>(last.begin(), last.begin() + kVocab) == expected);
+    kvn_destroy(context);
+  }
+}
+
+void check_all_instruction_sets(int32_t format, bool is_int8, bool has_bias) {
+  for (const uint32_t features : {~0u, static_cast<uint32_t>(KVN_AVX2)}) {
+    kvn_limit_cpu_features(features);
+    if (kvn_cpu_features()) check_sequences(format, is_int8, has_bias);
+  }
+  kvn_limit_cpu_features(~0u);
+}
+
+}  // namespace
+
+TEST(a_sequence_is_computed_in_float32) { check_all_instruction_sets(KVN_FLOAT32, false, true); }
+TEST(a_sequence_is_computed_in_bfloat16) { check_all_instruction_sets(KVN_BFLOAT16, false, false); }
+TEST(a_sequence_is_computed_in_int8) { check_all_instruction_sets(KVN_FLOAT32, true, true); }
+TEST(a_sequence_is_computed_in_int8_and_bfloat16) {
+  check_all_instruction_sets(KVN_BFLOAT16, true, false);
+}
+
+TEST(threads_end_with_their_context) {
+  TestModel test(KVN_FLOAT32, false, false);
+  for (int i = 0; i < 20; ++i) {
+    KvnContext* context = kvn_create(&test.model, 1 + i % 4);
+    CHECK(context != nullptr);
+    kvn_destroy(context);
+  }
+}
