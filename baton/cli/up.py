@@ -14,7 +14,6 @@ from baton.cli.common.options import add_config_options
 from baton.config.resolve import find_unknown_variables
 from baton.config.settings import Config
 from baton.errors import BatonError
-from baton.process.startup import STARTUP
 
 
 def register(app: typer.Typer) -> None:
@@ -33,6 +32,8 @@ def up(
     dies is started again. Each setting is also a variable BATON_<NAME> and a key of --config FILE;
     flag > variable > file > default.
     """
+    from baton.process.startup import STARTUP  # imports the log, which other commands do without
+
     STARTUP.end_phase("imports")
     try:
         code = _prepare_and_run(settings, detach)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, OutOfMemory
 from baton.models.model_identity import FP8, UNQUANTIZED, KVDType, Quantization
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.native.library import NativeLibrary
@@ -102,9 +102,12 @@ def _load_native(
         torch.inference_mode(),
         report_too_large_model(model.config, model.dtype, model.device),
     ):
-        engine = load_native_engine(
-            model, library, threads, is_dummy=is_dummy, open_sharing=open_sharing
-        )
+        try:
+            engine = load_native_engine(
+                model, library, threads, is_dummy=is_dummy, open_sharing=open_sharing
+            )
+        except MemoryError as error:
+            raise OutOfMemory(str(error)) from error
     # What torch still computes is small: its threads would spin on the cores of the kernels.
     torch.set_num_threads(1)
     return engine

@@ -192,7 +192,7 @@ async def test_endpoint_benchmark_commands_work(cluster: Cluster, tmp_path: Path
     trace.write_text(
         '{"timestamp": 0, "input_length": 600, "output_length": 40, "hash_ids": [1, 2]}\n' * 3
     )
-    commands = shell_lines("baton bench serve")
+    commands = shell_lines("baton bench serve --url")
     assert len(commands) == 3
     for line in commands[1:]:
         small = (

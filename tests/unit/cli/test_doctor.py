@@ -335,7 +335,7 @@ def test_doctor_exits_by_what_is_bad(
 @pytest.mark.slow
 def test_the_probe_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     found = machine.run_node_probe([])
-    assert found.keys() == {"torch", "triton", "gpus", "driver"}
+    assert found.keys() == {"torch", "triton", "gpus", "driver", "native_kernels"}
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert "ended with 1" in machine.run_node_probe([])["error"]
     monkeypatch.setattr(sys, "executable", "/nowhere")

@@ -8,6 +8,7 @@ import pytest
 
 from kv_kernels.native import sources
 from kv_kernels.native.compiler import Compiler, find_installed_compiler
+from kv_kernels.native.prototypes import PROTOTYPES
 
 _SMALL = ("build_info.cpp", "cpu_features.cpp", "kv_native.h", sources.EXPORTS)
 
@@ -16,6 +17,10 @@ def copy_small_sources(folder: Path) -> Path:
     folder.mkdir()
     for name in _SMALL:
         shutil.copy(sources.SOURCE_FOLDER / name, folder)
+    real = "".join((folder / name).read_text() for name in _SMALL if name.endswith(".cpp"))
+    missing = [name for name in PROTOTYPES if f" {name}(" not in real]
+    stub = 'extern "C" __attribute__((visibility("default"))) void {}() {{}}'
+    (folder / "stubs.cpp").write_text("".join(f"{stub.format(name)}\n" for name in missing))
     return folder
 
 

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -58,12 +59,29 @@ async def test_failure_while_weights_are_loaded(
         raise error
 
     monkeypatch.setattr("node_engine.model.model_loader.load_weights", fail)
-    model = build_model("llama", tmp_path)
-    config = Config(
-        coordinator="127.0.0.1:1", model=str(model), device="cpu", segment_dir=str(tmp_path)
-    )
     with pytest.raises(kind, match=message):
-        await run_node(config, Role.DECODE, asyncio.Event())
+        await run_node(make_config(tmp_path, "torch"), Role.DECODE, asyncio.Event())
+
+
+async def test_memory_runs_out_while_the_native_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory for a model on 1 threads")
+
+    monkeypatch.setattr("node_engine.model.cpu.native_loader.build_native_model", fail)
+    with pytest.raises(ConfigError, match="does not fit into the memory of the machine"):
+        await run_node(make_config(tmp_path, "native"), Role.DECODE, asyncio.Event())
+
+
+def make_config(folder: Path, cpu_kernels: Literal["native", "torch"]) -> Config:
+    return Config(
+        coordinator="127.0.0.1:1",
+        model=str(build_model("llama", folder)),
+        device="cpu",
+        cpu_kernels=cpu_kernels,
+        segment_dir=str(folder),
+    )
 
 
 @pytest.mark.parametrize(

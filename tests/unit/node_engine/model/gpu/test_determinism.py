@@ -104,7 +104,7 @@ def test_products_equal_the_reference_for_any_number_of_rows(
 
 
 def test_deterministic_cpu_engine_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"deterministic: .*use --device cuda"):
+    with pytest.raises(ConfigError, match=r"deterministic: .*use native kernels .*, --device cuda"):
         load_model_engine(build_model("llama", tmp_path), device="cpu", deterministic=True)
 
 
