@@ -239,13 +239,13 @@ def test_every_frame_in_every_state(backend: str, state: InboundState, tmp_path:
                 )
             )
             writer.send(frames.AbortFrame(*writer.frame_ids, code="cancelled", message=""))
-            writer.fences.unlock_byte(ticket.fence_byte)
             pair.inbound.revoke_ticket(ticket.id, REASON)
-        pair.inbound.commit_ticket(ticket.id)
-        if state in LOST_BY_REVOKE:
-            is_quarantined = not pair.decode_events.expect_event(InboundLost).is_fenced
-        else:
             is_quarantined = state in AWAITING_FENCE
+            if state in LOST_BY_REVOKE:
+                is_quarantined = not pair.decode_events.expect_event(InboundLost).is_fenced
+            # Not before: a ticket that waits for its fence would be sealed.
+            writer.fences.unlock_byte(ticket.fence_byte)
+        pair.inbound.commit_ticket(ticket.id)
         if is_quarantined:
             pair.decode_events.expect_event(InboundFenced)
         pair.check_full_handoff()
