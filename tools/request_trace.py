@@ -30,6 +30,7 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER_VARIABLE = "REQUEST_TRACE_FOLDER"
 FORWARD = "Transformer.forward"
+_NATIVE_FORWARD = "NativeModel.start_step"  # where that of the native kernels begins
 RESOLUTION = 0.0005  # seconds between two notes of one function
 REQUESTS = 50
 PAUSE = 0.05  # seconds between two requests
@@ -69,7 +70,7 @@ def install_profiler() -> None:
 def _function_name(code: CodeType) -> str:
     """FILE::NAME, relative to the repository; FORWARD; or "" for a function that is not ours."""
     path = Path(code.co_filename)
-    if code.co_qualname == FORWARD:
+    if code.co_qualname in (FORWARD, _NATIVE_FORWARD):
         return FORWARD
     if not path.is_relative_to(ROOT) or ".venv" in path.parts or "tools" in path.parts:
         return ""

@@ -15,17 +15,12 @@ Ints = npt.NDArray[np.int64]
 SLICE_FIELDS = 5  # first_row, num_rows, position, table_begin, table_length, as KvnSlice has them
 
 
-class StepArrays:
-    """A step as arrays, which stay as they are until its last call."""
+class _StepArrays:
+    """The arrays of a step, which have to live until its last call."""
 
     def __init__(
-        self,
-        token_ids: Ints,  # [rows]
-        slices: Ints,  # [slices, SLICE_FIELDS], which cover the rows in their order
-        block_tables: Ints,  # of all slices, joined
-        sampled_rows: Ints,  # ascending: rows computed to the end
+        self, token_ids: Ints, slices: Ints, block_tables: Ints, sampled_rows: Ints
     ) -> None:
-        self.num_sampled = len(sampled_rows)
         self._arrays = (token_ids, slices, block_tables, sampled_rows)
         self.structure = KvnStep(
             token_ids.ctypes.data,
@@ -63,7 +58,7 @@ class NativeModel:
         self._keep_alive += [array, model]
         weakref.finalize(self, _destroy, functions, self._context, self._keep_alive)
         self._logits = torch.empty(0)
-        self._step: StepArrays | None = None
+        self._step: _StepArrays | None = None
 
     @property
     def num_halves(self) -> int:
@@ -76,9 +71,15 @@ class NativeModel:
         self._functions.kvn_bind_cache(self._context, ctypes.byref(cache))
         self._keep_alive.append(memory)
 
-    def start_step(self, step: StepArrays) -> None:
+    def start_step(
+        self,
+        token_ids: Ints,  # [rows]
+        slices: Ints,  # [slices, SLICE_FIELDS], which cover the rows in their order
+        block_tables: Ints,  # of all slices, joined
+        sampled_rows: Ints,  # ascending: rows computed to the end
+    ) -> None:
         """Check a step and look up its tokens. Raises ValueError and MemoryError."""
-        self._step = step
+        self._step = step = _StepArrays(token_ids, slices, block_tables, sampled_rows)
         status = self._functions.kvn_begin_step(self._context, ctypes.byref(step.structure))
         if status == Status.OUT_OF_MEMORY:
             raise MemoryError("no memory for the step's buffers")

@@ -10,7 +10,7 @@ import torch
 from baton.errors import OutOfMemory
 from baton.kv.blocks import KVLayout
 from baton.models.model_identity import Quantization
-from kv_kernels.native.model import SLICE_FIELDS, NativeModel, StepArrays
+from kv_kernels.native.model import SLICE_FIELDS, Ints, NativeModel
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.core.step.engine import LayerCallback
 from node_engine.core.step.step_batch import SequenceSlice, SliceResult, StepBatch
@@ -66,7 +66,7 @@ class NativeEngine(HostMemoryEngine):
         with torch.inference_mode(), translate_device_errors():
             if batch.block_copies:
                 source, target = torch.tensor(batch.block_copies).unbind(1)
-                self._kernels.copy_blocks(self._arena, source, target)
+                self._arena[target] = self._arena[source]  # all are read before one is written
             if not batch.slices:
                 return ()
             self._run_forward(batch, on_layer)
@@ -75,7 +75,7 @@ class NativeEngine(HostMemoryEngine):
     def _run_forward(self, batch: StepBatch, on_layer: LayerCallback | None) -> None:
         model = self._model
         try:
-            model.start_step(build_step_arrays(batch.slices, self._layout.block_size))
+            model.start_step(*build_step_arrays(batch.slices, self._layout.block_size))
         except MemoryError as error:
             raise OutOfMemory(
                 f"no memory left for this step: {error}: lower --max-batched-tokens"
@@ -121,8 +121,10 @@ class NativeEngine(HostMemoryEngine):
         return torch.cat([self._model.compute_logits(row, 1).clone() for row in rows])
 
 
-def build_step_arrays(slices: Sequence[SequenceSlice], block_size: int) -> StepArrays:
-    """The arrays of a step.
+def build_step_arrays(
+    slices: Sequence[SequenceSlice], block_size: int
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Token ids, slices, block tables and sampled rows, as `NativeModel.start_step` takes them.
 
     Raises ValueError for an empty slice or a block table that is too short.
     """
@@ -146,7 +148,7 @@ def build_step_arrays(slices: Sequence[SequenceSlice], block_size: int) -> StepA
         if slice_.sample_spec is not None:
             sampled.append(len(token_ids) - 1)
     rows = range(len(token_ids)) if is_scored else sampled
-    return StepArrays(
+    return (
         np.array(token_ids, np.int64),
         described,
         np.array(tables, np.int64),
