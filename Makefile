@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python tools/install_torch.py "$(TORCH_INDEX)"
 	$(PIP) install --no-compile -e .
-	$(BIN)/python -m kv_kernels.native.library
+	$(BIN)/python -m kv_kernels.native.native_library
 	touch $@
 
 # What tests, lint and the generators of stubs and documents need, on top.

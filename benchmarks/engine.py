@@ -114,7 +114,7 @@ def plan_cases(options: argparse.Namespace) -> list[EngineCase]:
 
 
 def plan_variants(model: MeasuredModel, kernels: str, quantize: str) -> list[EngineVariant]:
-    """Return the engines to measure. Raises ValueError for unknown kernels or quantization."""
+    """Return one engine for each of the kernels and quantizations named. Raises ValueError."""
     available = worker.list_kernels()
     chosen = [name for name in kernels.split(",") if name] or available
     quantizations = [name for name in quantize.split(",") if name]

@@ -40,7 +40,7 @@ def probe_libraries() -> dict[str, Any]:
 
 def probe_native_kernels() -> dict[str, str]:
     """The native CPU kernels as `describe_features` says, or why there are none, and the fix."""
-    from kv_kernels.native.library import NativeLibrary, describe_features, load_library
+    from kv_kernels.native.native_library import NativeLibrary, describe_features, load_library
 
     library = load_library()
     if isinstance(library, NativeLibrary):

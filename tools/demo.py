@@ -26,7 +26,7 @@ from baton.config.settings import Config
 from baton.errors import BatonError
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
 from baton.shared_memory import segment
-from kv_kernels.native.library import load_library
+from kv_kernels.native.native_library import load_library
 from tools.footprint import disk_bytes, list_segment_files, measure_cluster_memory
 
 # The bundled model continues this to a whole function and ends by itself.

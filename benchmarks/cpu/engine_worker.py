@@ -16,7 +16,7 @@ from benchmarks.cpu.rates import CpuRates, RateSizes, measure_rates
 from benchmarks.device.engine_loads import EngineSizes, LoadedEngine, time_decode, time_prefill
 from benchmarks.device.section_run import MeasuredModel
 from benchmarks.device.step_bounds import list_layer_products
-from kv_kernels.native.library import NativeLibrary, load_library
+from kv_kernels.native.native_library import NativeLibrary, load_library
 
 _WARM_UP_TOKENS = 512
 _INT8, _NATIVE, _TORCH = "int8", "native", "torch"

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.device.step_bounds import ProductShape, StepRates
 from benchmarks.device.timing import time_call
-from kv_kernels.native.library import NativeLibrary, load_library
+from kv_kernels.native.native_library import NativeLibrary, load_library
 
 _HUGE_PAGE = 2 << 20
 _READ_PASSES = 4  # over the bytes of a thread in one round

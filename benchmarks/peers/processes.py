@@ -72,8 +72,8 @@ def _signal_trees(roots: Iterable[int], sent: signal.Signals) -> None:
                 os.kill(pid, sent)
 
 
-class ForeignLoad:
-    """The CPUs that other processes have used since this was made."""
+class OtherProcessLoad:
+    """CPU time that processes outside the benchmark have used since this object was made."""
 
     def __init__(self, roots: Iterable[int]) -> None:
         """`roots` and their descendants are the known processes; this one is known too."""

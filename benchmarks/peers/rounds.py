@@ -13,7 +13,7 @@ from benchmarks.load.http_stream import HttpError, parse_url
 from benchmarks.load.request_plan import ClosedLoop, PlannedRequest
 from benchmarks.load.run_load import run_load
 from benchmarks.peers.cells import CellFigures, CellMedians, PeerCell, evaluate_cell
-from benchmarks.peers.processes import ForeignLoad
+from benchmarks.peers.processes import OtherProcessLoad
 from benchmarks.peers.systems import PeerSystem, RunningSystem
 
 _QUIET_SAMPLE_SECONDS = 1.0
@@ -55,7 +55,7 @@ class PeerRounds:
         for number in range(self.settings.rounds):
             offset = number % len(systems)
             for system in [*systems[offset:], *systems[:offset]]:
-                async with system.take_turn() as running:
+                async with system.run_exclusively() as running:
                     await self._measure_turn(system.name, running, number)
 
     def collect(self) -> dict[str, dict[PeerCell, CellMedians]]:
@@ -104,7 +104,7 @@ class PeerRounds:
         for attempt in range(settings.attempts):
             await self._wait_until_quiet(running)
             plan = cell.plan(f"{settings.seed}/{number}/{attempt}/{name}")
-            foreign = ForeignLoad(running.roots)
+            foreign = OtherProcessLoad(running.roots)
             load = ClosedLoop(cell.concurrency)
             measurements = await run_load(client, load, plan, settings.cell_seconds)
             cores = foreign.measure_cores()
@@ -122,7 +122,7 @@ class PeerRounds:
     async def _wait_until_quiet(self, running: RunningSystem) -> None:
         samples = int(self.settings.quiet_seconds / _QUIET_SAMPLE_SECONDS)
         for _ in range(samples):
-            foreign = ForeignLoad(running.roots)
+            foreign = OtherProcessLoad(running.roots)
             await asyncio.sleep(_QUIET_SAMPLE_SECONDS)
             if foreign.measure_cores() <= self.settings.max_foreign_cores:
                 return

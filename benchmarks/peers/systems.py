@@ -39,7 +39,7 @@ class PeerSystem(Protocol):
     @property
     def name(self) -> str: ...
 
-    def take_turn(self) -> AbstractAsyncContextManager[RunningSystem]:
+    def run_exclusively(self) -> AbstractAsyncContextManager[RunningSystem]:
         """Run the server, alone on this machine, for the time of the context."""
         ...
 
@@ -53,7 +53,7 @@ class AttachedServer:
     roots: tuple[int, ...]  # empty for a server on another machine
 
     @asynccontextmanager
-    async def take_turn(self) -> AsyncIterator[RunningSystem]:
+    async def run_exclusively(self) -> AsyncIterator[RunningSystem]:
         resume(self.roots)
         try:
             yield RunningSystem(self.url, self.roots)
@@ -91,7 +91,7 @@ class BatonSystem:
     start_seconds: list[float] = field(default_factory=list)  # until it serves, for each turn
 
     @asynccontextmanager
-    async def take_turn(self) -> AsyncIterator[RunningSystem]:
+    async def run_exclusively(self) -> AsyncIterator[RunningSystem]:
         started = perf_counter()
         async with serve_model_folder(self.console, self.folder, **self.settings) as cluster:
             self.start_seconds.append(perf_counter() - started)

@@ -5,7 +5,7 @@ from baton.types import Incarnation, Ticket, TicketId
 
 
 class NoInboundPlane:
-    """An inbound plane that grants no tickets."""
+    """An inbound plane that grants no tickets: what only a hand-off calls raises an error."""
 
     endpoint = ""
 

@@ -6,7 +6,7 @@ from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError
 from baton.models.weight_cache import resolve_weight_cache
 from baton.process import log
-from kv_kernels.native.library import NativeLibrary, load_library
+from kv_kernels.native.native_library import NativeLibrary, load_library
 from node_engine.model.cpu.native_loader import WeightSharing
 from node_engine.model.loading.packed_weights.cache_folder import open_weight_cache
 from node_engine.model.loading.packed_weights.digest_cache import ModelDigestCache

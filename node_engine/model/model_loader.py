@@ -1,4 +1,4 @@
-"""Builds an engine over the model of a Hugging Face folder, for the device that computes it."""
+"""Builds the engine of a Hugging Face model folder: native or torch on CPUs, Triton on GPUs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ import torch
 from baton.errors import ConfigError, OutOfMemory
 from baton.models.model_identity import FP8, UNQUANTIZED, KVDType, Quantization
 from kv_kernels.dispatch import kernels_for
-from kv_kernels.native.library import NativeLibrary
+from kv_kernels.native.native_library import NativeLibrary
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
 from node_engine.model.cpu.native_loader import WeightSharing, load_native_engine

@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-async def list_joined_nodes(cluster: Cluster) -> set[str]:
+async def get_joined_node_names(cluster: Cluster) -> set[str]:
     return {node.name for node in (await cluster.get_status()).nodes}
 
 
@@ -58,7 +58,7 @@ async def test_requests_survive_a_lost_device(
             assert [list(answer.tokens) for answer in answers] == [
                 paced_reference_tokens(prompt, OUTPUT_TOKENS) for prompt in some
             ]
-            if some is longer and name not in await list_joined_nodes(cluster):
+            if some is longer and name not in await get_joined_node_names(cluster):
                 break  # otherwise the node got none of these prompts, and may get the next ones
         assert await cluster.wait_for_exit(name) == 1
         assert "an illegal memory access was encountered" in cluster.log_tail(name)

@@ -24,6 +24,6 @@ def test_installation_without_a_compiler(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     told = subprocess.check_output(
-        [python, "-m", "kv_kernels.native.library"], cwd=tmp_path, env=environ, text=True
+        [python, "-m", "kv_kernels.native.native_library"], cwd=tmp_path, env=environ, text=True
     )
     assert told.startswith("CPU kernels: native ("), told

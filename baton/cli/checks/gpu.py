@@ -135,7 +135,7 @@ def check_int8_and_fp8(config: Config, gpus: Sequence[Mapping[str, Any]]) -> lis
 
 
 def check_int8(option: str, gpus: Sequence[Mapping[str, Any]], fix: str) -> Finding:
-    """Check that nodes compute on the CPU, where `option` may be int8."""
+    """Check that no node computes on a GPU: `option` (a setting) is int8, which only CPUs serve."""
     if not gpus:
         return ok_finding("int8", f"{option} int8, on the CPU")
     cause = f"{option} int8 is for CPUs, and nodes compute on {gpus[0]['name']}"

@@ -30,7 +30,7 @@ CONSEQUENCE = "Baton is installed with torch kernels: they compute the same, mor
 class BuildResult:
     """A library that is up to date."""
 
-    library: Path
+    path: Path
     compiler: str  # name and version; "" if there is none, and the library needs none
     rebuilt: bool  # False: it was up to date already
     warnings: str = ""  # what the compiler said
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if result.warnings:
         print(result.warnings, file=sys.stderr)  # noqa: T201
     done = "built" if result.rebuilt else "up to date"
-    print(f"{result.library}: {done} ({result.compiler or 'no compiler'})")  # noqa: T201
+    print(f"{result.path}: {done} ({result.compiler or 'no compiler'})")  # noqa: T201
     return 0
 
 

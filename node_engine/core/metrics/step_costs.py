@@ -37,7 +37,7 @@ class StepCosts:
     def __init__(self, size: ModelSize, identity: ModelIdentity) -> None:
         self._size = size
         self._layer_bytes = size.layer_parameters * PARAMETER_BYTES[get_product_precision(identity)]
-        self._head_bytes = size.head_parameters * PARAMETER_BYTES[get_head_precision(identity)]
+        self._head_bytes = size.head_parameters * PARAMETER_BYTES[get_lm_head_precision(identity)]
         layout = identity.layout
         self._kv_bytes_per_layer = layout.token_bytes / layout.num_layers  # of one token
         self._num_layers_by_window = tuple(Counter(size.windows).items())
@@ -66,7 +66,7 @@ def get_product_precision(identity: ModelIdentity) -> str:
     return identity.dtype if identity.quantization == UNQUANTIZED else identity.quantization
 
 
-def get_head_precision(identity: ModelIdentity) -> str:
+def get_lm_head_precision(identity: ModelIdentity) -> str:
     """The precision of the output head's product, which FP8 leaves as it is."""
     return INT8 if identity.quantization == INT8 else identity.dtype
 

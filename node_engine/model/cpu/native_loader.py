@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
-from kv_kernels.native.library import NativeLibrary, describe_features
+from kv_kernels.native.native_library import NativeLibrary, describe_features
 from kv_kernels.native.structures import PACKED_FORMAT_VERSION
 from node_engine.model.common.base_engine import TORCH_DTYPES
 from node_engine.model.cpu.native_engine import NativeEngine
@@ -77,7 +77,7 @@ def _find_weights(
     """Addresses of the regions, and what has to stay alive for them."""
     fills = {region.name: region.fill for region in plan.regions}
 
-    def fill(name: str, view: memoryview) -> None:
+    def fill_region(name: str, view: memoryview) -> None:
         fills[name](view, tensors.load_tensor)
 
     key = PackedWeightsKey(
@@ -90,10 +90,10 @@ def _find_weights(
     )
     specs = [RegionSpec(region.name, region.nbytes) for region in plan.regions]
     if sharing is not None:
-        packed = sharing.store.open_or_build(key, specs, fill)
+        packed = sharing.store.open_or_build(key, specs, fill_region)
         return {name: region.address for name, region in packed.regions.items()}, packed
     layout = plan_image(key, specs)
     memory = allocate_private_image(layout)
     for record in layout.regions:
-        fill(record.name, memory.region_view(record))
+        fill_region(record.name, memory.region_view(record))
     return {record.name: memory.address + record.offset for record in layout.regions}, memory

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from kv_kernels.native.library import NativeLibrary
 from kv_kernels.native.model import NativeModel
+from kv_kernels.native.native_library import NativeLibrary
 from kv_kernels.native.structures import KvnLayer, KvnLinear, KvnModel
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.config.rope import compute_inverse_frequencies

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from baton.models.model_identity import INT8, Quantization
-from kv_kernels.native.library import NativeLibrary
 from kv_kernels.native.matrix import MatrixLayout
+from kv_kernels.native.native_library import NativeLibrary
 from kv_kernels.native.structures import Format
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.loading.model_tensors import EMBEDDING_TENSOR, TensorSource
@@ -23,7 +23,7 @@ class Region:
 
     name: str
     nbytes: int
-    fill: Callable[[memoryview, TensorSource], None]  # gets `nbytes` zeros
+    fill: Callable[[memoryview, TensorSource], None]  # packs tensors into `nbytes` zeros
 
 
 def layer_region(layer: int, name: str) -> str:
@@ -102,23 +102,23 @@ class WeightPlan:
         region = layer_region(layer, name)
         layout = self.matrices[region]
 
-        def fill(view: memoryview, source: TensorSource) -> None:
+        def pack_matrix(view: memoryview, source: TensorSource) -> None:
             weights = [_join(source, part, "weight") for part in parts]
             biases = [_join(source, part, "bias") for part in parts] if layout.has_bias else []
             layout.pack(self._functions, view, weights, biases)
 
-        return Region(region, layout.nbytes, fill)
+        return Region(region, layout.nbytes, pack_matrix)
 
     def _qk_norm_region(self, layer: int, prefix: str) -> Region:
         """One row of weights for each head of queries and keys."""
         config = self._config
 
-        def fill(view: memoryview, source: TensorSource) -> None:
+        def store_norms(view: memoryview, source: TensorSource) -> None:
             query, key = source(f"{prefix}q_norm.weight"), source(f"{prefix}k_norm.weight")
             _store(view, [query] * config.num_heads + [key] * config.num_kv_heads)
 
         heads = config.num_heads + config.num_kv_heads
-        return Region(layer_region(layer, "qk_norm"), heads * config.head_dim * 4, fill)
+        return Region(layer_region(layer, "qk_norm"), heads * config.head_dim * 4, store_norms)
 
 
 def _norm_region(layer: int, name: str, tensor: str, width: int) -> Region:

@@ -11,7 +11,7 @@ import pytest
 from setuptools import build_meta
 
 from kv_kernels.native import sources
-from kv_kernels.native.library import NativeLibrary, open_library
+from kv_kernels.native.native_library import NativeLibrary, open_library
 from tests.integration.deployment.source_tree import copy_source_tree
 from tests.unit.kv_kernels.native_sources import require_compiler, write_fake_compiler
 from tools.build_backend import baton_build
@@ -65,7 +65,7 @@ def test_wheel_of_a_failed_build_is_pure_and_says_why(tmp_path: Path) -> None:
     assert "(fake 1.0) failed on" in failure.splitlines()[0]
     assert failure.endswith("no space\n")
     done = subprocess.run(
-        [sys.executable, "-m", "kv_kernels.native.library"],
+        [sys.executable, "-m", "kv_kernels.native.native_library"],
         cwd=site,
         env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True,

@@ -10,7 +10,7 @@ import pytest
 from kv_kernels.native import build, sources
 from kv_kernels.native.build_error import BuildError
 from kv_kernels.native.compiler import find_compiler, find_installed_compiler
-from kv_kernels.native.library import NativeLibrary, open_library
+from kv_kernels.native.native_library import NativeLibrary, open_library
 from tests.unit.kv_kernels.native_sources import (
     copy_small_sources,
     require_compiler,

@@ -5,9 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from kv_kernels.native import library, sources
+from kv_kernels.native import native_library, sources
 from kv_kernels.native.build import build_library
-from kv_kernels.native.library import CpuFeature, NativeLibrary, NoNativeLibrary, open_library
+from kv_kernels.native.native_library import (
+    CpuFeature,
+    NativeLibrary,
+    NoNativeLibrary,
+    open_library,
+)
 from kv_kernels.native.prototypes import ABI_VERSION
 from tests.unit.kv_kernels.native_sources import (
     compile_library,
@@ -38,7 +43,7 @@ def explain(path: Path, folder: Path, **environ: str) -> NoNativeLibrary:
 
 
 def open_with(path: Path, folder: Path, features: str) -> NativeLibrary:
-    opened = open_library(path, folder=folder, environ={library.FEATURES_VARIABLE: features})
+    opened = open_library(path, folder=folder, environ={native_library.FEATURES_VARIABLE: features})
     assert isinstance(opened, NativeLibrary), opened
     return opened
 
@@ -57,8 +62,11 @@ def test_features_can_only_be_removed(built: Path, folder: Path) -> None:
 
 def test_description_of_features() -> None:
     everything = CpuFeature.AVX2 | CpuFeature.AVX512 | CpuFeature.AVX512_VNNI
-    assert library.describe_features(everything) == "AVX512, VNNI"
-    assert library.describe_features(everything | CpuFeature.AVX512_BF16) == "AVX512, VNNI, BF16"
+    assert native_library.describe_features(everything) == "AVX512, VNNI"
+    assert (
+        native_library.describe_features(everything | CpuFeature.AVX512_BF16)
+        == "AVX512, VNNI, BF16"
+    )
 
 
 def test_library_that_is_not_built(tmp_path: Path, folder: Path) -> None:
@@ -123,10 +131,12 @@ def test_other_machines_have_none(
 
 
 def test_setting_switches_them_off() -> None:
-    off = library.load_library("torch")
+    off = native_library.load_library("torch")
     assert isinstance(off, NoNativeLibrary)
     assert "--cpu-kernels torch" in off.reason
-    assert library.load_library() is library.load_library("native"), "loaded once a process"
+    assert native_library.load_library() is native_library.load_library("native"), (
+        "loaded once a process"
+    )
 
 
 def test_versions_of_both_sides_are_the_same() -> None:

@@ -69,13 +69,6 @@ class PackedWeights:
     seconds: float  # that it took until they were ready
     cache_writer: threading.Thread | None = None  # writes the cache file meanwhile
 
-    def counters(self) -> dict[str, float]:
-        """Metrics of the node."""
-        return {
-            "baton_packed_weight_bytes": float(self.image_bytes),
-            "baton_packed_weight_huge_page_share": self.huge_page_share,
-        }
-
 
 class PackedWeightStore:
     """Opens and builds images of packed weights."""

@@ -30,7 +30,9 @@ def segment(tmp_path: Path) -> Iterator[Segment]:
 
 
 def count_file_bytes(segment: Segment) -> int:
-    """Bytes of the file that have memory, in whole huge pages: a disk adds some of its own."""
+    """Return the allocated bytes of a file, rounded down to whole huge pages.
+
+    A disk file system also counts blocks of its own metadata."""
     return segment.path.stat().st_blocks * 512 // HUGE_PAGE * HUGE_PAGE
 
 

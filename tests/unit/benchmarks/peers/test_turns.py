@@ -18,7 +18,7 @@ from baton.errors import ConfigError
 from benchmarks import serve
 from benchmarks.__main__ import make_parser
 from benchmarks.peers import processes, rounds, systems
-from benchmarks.peers.processes import ForeignLoad, find_listener, list_tree
+from benchmarks.peers.processes import OtherProcessLoad, find_listener, list_tree
 from benchmarks.peers.systems import attach_servers, parse_servers, plan_baton
 
 CONSOLE = Console(file=io.StringIO())
@@ -71,7 +71,7 @@ async def test_a_server_is_paused_between_its_turns(server: tuple[str, int]) -> 
     url, pid = server
     with attach_servers({"peer": url}) as (peer,):
         wait_for_pause(pid)
-        async with peer.take_turn() as running:
+        async with peer.run_exclusively() as running:
             wait_for_continuation(pid)
             assert running.roots == (pid,)
         wait_for_pause(pid)
@@ -93,7 +93,7 @@ def test_only_unknown_processes_are_foreign(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(processes, "cpu_seconds", lambda pid: next(used))
     monkeypatch.setattr(processes, "list_tree", lambda root: [7])
     monkeypatch.setattr("benchmarks.peers.processes.perf_counter", lambda: next(now))
-    assert ForeignLoad([7]).measure_cores() == pytest.approx(1.5)
+    assert OtherProcessLoad([7]).measure_cores() == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize(("loads", "kept"), [([0.9, 0.05], 0), ([0.9, 0.9, 0.9], 1)])
@@ -106,11 +106,11 @@ def test_a_disturbed_cell_is_repeated(
     """Attempts end with the first one that is not disturbed; the last one counts in any case."""
     left = list(loads)
 
-    class Scripted(ForeignLoad):
+    class Scripted(OtherProcessLoad):
         def measure_cores(self) -> float:
             return left.pop(0)
 
-    monkeypatch.setattr(rounds, "ForeignLoad", Scripted)
+    monkeypatch.setattr(rounds, "OtherProcessLoad", Scripted)
     words = [f"--server=peer={server[0]}", "--cells=chat:1", "--rounds=1", "--quiet=0"]
     rows = serve.main(parse(*words), CONSOLE, "some command")
     assert left == []
@@ -134,7 +134,7 @@ async def test_a_cluster_runs_for_its_turn_only(
     monkeypatch.setattr(systems, "serve_model_folder", serve_folder)
     cluster = plan_baton("auto,max_num_seqs=32", CONSOLE, tmp_path, "dummy")
     assert cluster.name == "baton-auto-32"
-    async with cluster.take_turn() as turn:
+    async with cluster.run_exclusively() as turn:
         assert turn == systems.RunningSystem("http://127.0.0.1:80", (5,))
         assert running == [
             {

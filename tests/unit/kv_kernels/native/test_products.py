@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_kernels.native.library import CpuFeature, NativeLibrary, load_library
 from kv_kernels.native.matrix import MatrixLayout
 from kv_kernels.native.model import NativeModel
+from kv_kernels.native.native_library import CpuFeature, NativeLibrary, load_library
 from kv_kernels.native.structures import Format, KvnLayer, KvnLinear, KvnModel
 from kv_kernels.reference.int8_linear import Int8Linear
 

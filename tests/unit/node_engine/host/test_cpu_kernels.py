@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError
-from kv_kernels.native.library import CpuFeature, NativeLibrary, NoNativeLibrary
+from kv_kernels.native.native_library import CpuFeature, NativeLibrary, NoNativeLibrary
 from node_engine.host import cpu_kernels
 
 LIBRARY = NativeLibrary(ctypes.CDLL(None), CpuFeature.AVX2, "of a test")

@@ -316,7 +316,7 @@ def test_lookahead_takes_no_block_that_a_sequence_needs() -> None:
 def test_lookahead_takes_a_block_only_if_another_token_follows_here(
     num_prompt_tokens: int, max_tokens: int, is_prefill_only: bool, num_blocks: list[int]
 ) -> None:
-    """The last token's KV is computed by no step, and a hand-off's second token elsewhere."""
+    """A sequence takes a lookahead block only if this node will compute another token of it."""
     node = SteppedNode(max_batched_tokens=BLOCK, max_num_seqs=1)
     node.scheduler.capacity.limits = replace(node.scheduler.limits, lookahead_tokens=1)
     work = make_work("a", PROMPT[:num_prompt_tokens], max_tokens)

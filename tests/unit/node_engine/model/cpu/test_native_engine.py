@@ -14,7 +14,7 @@ from baton.errors import NodeFailed
 from baton.kv.blocks import KVLayout
 from baton.models.model_identity import INT8, UNQUANTIZED, Quantization
 from baton.types import BlockIndex, SamplingParams
-from kv_kernels.native.library import CpuFeature, NativeLibrary, load_library
+from kv_kernels.native.native_library import CpuFeature, NativeLibrary, load_library
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.core.step.step_batch import (
     PromptLogprobsSpec,

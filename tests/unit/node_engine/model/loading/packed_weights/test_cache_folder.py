@@ -21,7 +21,7 @@ from tests.unit.node_engine.model.loading.packed_weights.weight_images import (
     SPECS,
     fill_region,
     has_right_bytes,
-    key_of,
+    make_key_of_model,
     open_cache,
     pack_into_cache,
     refuse_to_fill,
@@ -136,11 +136,11 @@ def test_the_least_recently_used_images_are_dropped(tmp_path: Path) -> None:
 
     def use(model: int) -> str:
         weights = PackedWeightStore(tmp_path, cache).open_or_build(
-            key_of(model), SPECS, fill_region
+            make_key_of_model(model), SPECS, fill_region
         )
         if weights.cache_writer is not None:
             weights.cache_writer.join()
-        path = cache.image_path(plan_image(key_of(model), SPECS))
+        path = cache.image_path(plan_image(make_key_of_model(model), SPECS))
         os.utime(path, ns=(0, next(clock)))  # a coarse clock cannot put them in another order
         return weights.source
 
@@ -151,7 +151,9 @@ def test_the_least_recently_used_images_are_dropped(tmp_path: Path) -> None:
         "checkpoint",
     ]
     kept = {file.path for file in cache.list_images()}
-    assert kept == {cache.image_path(plan_image(key_of(model), SPECS)) for model in (0, 2, 3)}
+    assert kept == {
+        cache.image_path(plan_image(make_key_of_model(model), SPECS)) for model in (0, 2, 3)
+    }
     assert foreign.read_text() == "kept"
 
 
@@ -168,7 +170,9 @@ def test_an_image_larger_than_the_bound_evicts_nothing_and_is_not_written(tmp_pa
     path = pack_into_cache(tmp_path, cache)
     small = WeightCacheFolder(cache.folder, LAYOUT.image_bytes - 1)
     with capture_logs() as lines:
-        weights = PackedWeightStore(tmp_path, small).open_or_build(key_of(1), SPECS, fill_region)
+        weights = PackedWeightStore(tmp_path, small).open_or_build(
+            make_key_of_model(1), SPECS, fill_region
+        )
         assert weights.cache_writer is not None
         weights.cache_writer.join()
     assert [file.path for file in small.list_images()] == [path]

@@ -21,7 +21,7 @@ from tests.unit.node_engine.model.loading.packed_weights.weight_images import (
     SPECS,
     fill_region,
     has_right_bytes,
-    key_of,
+    make_key_of_model,
     open_cache,
     pack_into_cache,
     refuse_to_fill,
@@ -32,7 +32,7 @@ from tests.unit.node_engine.model.loading.packed_weights.weight_images import (
 
 @pytest.fixture
 def memory_folder() -> Iterator[Path]:
-    """A folder in /dev/shm, where the kernel can give huge pages."""
+    """A temporary folder in /dev/shm: only a tmpfs can have huge pages."""
     folder = Path(tempfile.mkdtemp(prefix="baton-test-", dir="/dev/shm"))
     yield folder
     shutil.rmtree(folder)
@@ -206,6 +206,6 @@ def test_a_foreign_file_in_place_of_the_segment_is_not_used(tmp_path: Path, kind
 
 def test_models_have_segments_of_their_own(tmp_path: Path) -> None:
     store = PackedWeightStore(tmp_path, None)
-    held = [store.open_or_build(key_of(model), SPECS, fill_region) for model in range(3)]
+    held = [store.open_or_build(make_key_of_model(model), SPECS, fill_region) for model in range(3)]
     assert [weights.source for weights in held] == ["checkpoint"] * 3
     assert len(list(tmp_path.iterdir())) == 3

@@ -82,7 +82,7 @@ def segment_path(folder: Path, layout: ImageLayout = LAYOUT) -> Path:
     return folder / f"baton-weights-{layout.image_id}"
 
 
-def key_of(model: int) -> PackedWeightsKey:
+def make_key_of_model(model: int) -> PackedWeightsKey:
     return msgspec.structs.replace(KEY, model_digest=f"{model:064x}")
 
 

@@ -1,6 +1,6 @@
 """Loads the library of native kernels, once a process, or says why there is none.
 
-`python -m kv_kernels.native.library` prints which kernels compute on CPUs.
+`python -m kv_kernels.native.native_library` prints which kernels compute on CPUs.
 """
 
 import ctypes
