@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+import random
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from tests.models import FamilyName, build_model, find_stable_prompts
 from tests.pool.model_node import check_reads
 
 pytest.importorskip("triton")
+
+from triton import knobs
 
 from node_engine.model.gpu.decode_graphs import DecodeGraphs
 from node_engine.model.gpu.draws import StepOutput
@@ -249,6 +252,45 @@ def test_damaged_cache_is_reported(tmp_path: Path) -> None:
     engine = load_gpu_engine(build_model("llama", tmp_path))
     engine_comparisons.bind_engine(engine)
     assert engine_comparisons.reports_damaged_cache(engine)
+
+
+def test_no_kernel_is_compiled_after_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the numbers of slices, tokens and draws of a step: compiling takes half a second."""
+    folder = build_model("llama", tmp_path)
+    engine = load_model_engine(folder, dtype="bfloat16", device="cuda", max_num_seqs=32)
+    num_blocks = 512
+    memory = mmap.mmap(-1, num_blocks * engine.layout.block_bytes)
+    engine.bind_cache(memoryview(memory), num_blocks)
+    engine.warm_up(700)
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda **call: compiled.append(call["repr"])
+    )
+    random_ = random.Random(1)
+    for step in range(60):
+        lengths = [1] * random_.randrange(25) + [
+            random_.randrange(2, 200) for _ in range(random_.randrange(4))
+        ]
+        engine.run(StepBatch(tuple(make_slices(lengths or [7], num_blocks, random_, step))))
+    assert not compiled, set(compiled)
+
+
+def make_slices(
+    lengths: Sequence[int], num_blocks: int, random_: random.Random, step: int
+) -> Iterator[SequenceSlice]:
+    """Slices of so many tokens, each sampled in a way of its own or not at all."""
+    blocks = iter(random_.sample(range(num_blocks), num_blocks))
+    for place, length in enumerate(lengths):
+        start = random_.randrange(40)
+        table = [BlockIndex(next(blocks)) for _ in range(-(-(start + length) // 16))]
+        params = SamplingParams(
+            4, random_.choice((0.0, 0.9)), top_p=random_.choice((1.0, 0.9)), seed=place
+        )
+        spec = SampleSpec(params, 0, start + length) if random_.random() < 0.8 else None
+        sequence = SequenceId(1000 * step + place)
+        yield SequenceSlice(sequence, (5,) * length, start, table, spec)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -19,6 +19,7 @@ LENGTHS = (1, 16, 33, 257, 700)
 OUTPUT_TOKENS = 24
 PROMPTS = [[(place * place + length) % 509 for place in range(length)] for length in LENGTHS]
 SETTINGS: dict[str, Any] = {
+    "device": "cpu",  # int8 is for CPUs
     "dtype": "float32",
     "kv_dtype": "int8",
     "threads": "1",

@@ -5,7 +5,7 @@ a captured graph finds them again; the block tables follow at the end, one after
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,12 @@ Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
 _MAX_CACHED_TABLES = 4  # block tables for each slice of a step, of sequences that have ended
 _SEED_MASK = (1 << 64) - 1
+_ALIGNED_WORDS = 4  # 16 bytes: Triton compiles a kernel anew for each pattern of unaligned pointers
 _MIN_TOP_P = 1e-30  # smaller ones would be 0 in float32, and keep nothing
+
+
+def _align(words: int) -> int:
+    return -(-words // _ALIGNED_WORDS) * _ALIGNED_WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class StepShape:
     tiles: int  # of queries of prefill chunks
 
     def list_parts(self) -> tuple[tuple[str, int], ...]:
-        """Name and number of words of each part, in order. Seeds are first: they are 64-bit."""
+        """Name and number of words of each part, in order."""
         return (
             ("seeds", 2 * self.draws),
             ("temperatures", self.draws),
@@ -63,10 +68,17 @@ class StepShape:
             ("tiles", 4 * self.tiles),
         )
 
+    def place_parts(self) -> Iterator[tuple[str, int, int]]:
+        """Name, first word and number of words of each part, in order."""
+        begin = 0
+        for name, length in self.list_parts():
+            yield name, begin, length
+            begin += _align(length)
+
     @property
     def num_words(self) -> int:
         """Words before the block tables."""
-        return sum(words for _, words in self.list_parts())
+        return sum(_align(length) for _, length in self.list_parts())
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +102,7 @@ class DeviceInputs:
     @staticmethod
     def unpack(words: torch.Tensor, shape: StepShape) -> "DeviceInputs":
         """Views of the parts of `words`, int32 [n]."""
-        parts: dict[str, torch.Tensor] = {}
-        begin = 0
-        for name, length in shape.list_parts():
-            parts[name] = words[begin : begin + length]
-            begin += length
+        parts = {name: words[begin : begin + length] for name, begin, length in shape.place_parts()}
         sampling = SamplingRows(
             temperature=parts["temperatures"].view(torch.float32),
             log_min_p=parts["log_min_ps"].view(torch.float32),
@@ -117,7 +125,7 @@ class DeviceInputs:
             sampled_lengths=parts["sampled_lengths"],
             sampled_starts=parts["sampled_starts"],
             tiles=parts["tiles"].view(-1, 4),
-            tables=words[begin:],
+            tables=words[shape.num_words :],
         )
 
 
@@ -261,16 +269,14 @@ class StepInputsBuilder:
         tables: Sequence[Words],
     ) -> Words:
         words = np.zeros(shape.num_words + sum(len(table) for table in tables), np.int32)
-        begin = 0
-        for name, length in shape.list_parts():
+        for name, begin, length in shape.place_parts():
             part = parts[name]
             target = words[begin : begin + length]
             if len(part) < length and name == "slots":  # padding rows write here
                 target[:] = self._scratch_slot
             target[: len(part)] = part
-            begin += length
         if tables:
-            np.concatenate(tables, out=words[begin:])
+            np.concatenate(tables, out=words[shape.num_words :])
         return words
 
 
@@ -338,8 +344,10 @@ def build_sampling_rows(specs: Sequence[SampleSpec], device: torch.device) -> Sa
     """The parameters of some draws alone, on the device."""
     shape = StepShape(tokens=0, decode_rows=0, sampled_rows=0, draws=len(specs), tiles=0)
     parts = _pack_sampling(specs)
-    packed = [parts[name] for name, _ in shape.list_parts() if name in parts]
-    words = np.concatenate([*packed, np.zeros(len(specs), np.int32)])  # the last part: drawn_rows
+    words = np.zeros(shape.num_words, np.int32)
+    for name, begin, length in shape.place_parts():
+        if name in parts:
+            words[begin : begin + length] = parts[name]
     return DeviceInputs.unpack(torch.from_numpy(words).to(device), shape).sampling
 
 

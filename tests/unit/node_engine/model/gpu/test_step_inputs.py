@@ -1,5 +1,6 @@
 """The packed inputs of a step on a GPU: every part, unpacked as kernels read it."""
 
+import dataclasses
 import math
 import random
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from node_engine.core.step.step_batch import (
 pytest.importorskip("triton")
 
 from kv_kernels.triton.prefill_attention import QUERY_TILE
+from kv_kernels.triton.sampling import SamplingRows
 from node_engine.model.gpu import step_inputs
 from node_engine.model.gpu.decode_graphs import decode_shape, list_buckets
 from node_engine.model.gpu.fused_transformer import choose_splits
@@ -59,6 +61,11 @@ def make_slice(
 
 def unpack(inputs: StepInputs) -> DeviceInputs:
     return DeviceInputs.unpack(torch.from_numpy(inputs.words), inputs.shape)
+
+
+def list_tensors(parts: DeviceInputs | SamplingRows) -> list[torch.Tensor]:
+    values = (getattr(parts, each.name) for each in dataclasses.fields(parts))
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def read_table(parts: DeviceInputs, start: torch.Tensor, blocks: int) -> list[int]:
@@ -147,6 +154,17 @@ def test_mixed_step_has_decode_rows_before_chunks(builder: StepInputsBuilder) ->
     ]
     for tile, blocks in zip(tiles, (table[:34], table[:34], [4]), strict=True):
         assert read_table(parts, torch.tensor(tile[3]), len(blocks)) == blocks
+
+
+@pytest.mark.parametrize("others", range(5))
+def test_every_part_is_aligned(builder: StepInputsBuilder, others: int) -> None:
+    chunk = make_slice(9, [5, 6, 7], 0, [4])
+    decode = [make_slice(place, [3], 0, [place]) for place in range(others)]
+    parts = unpack(builder.build_inputs(StepBatch((chunk, *decode))))
+    base = parts.sampling.seed.data_ptr()  # the first part
+    tensors = [*list_tensors(parts.sampling), *list_tensors(parts)]
+    assert len(tensors) > 15
+    assert {(tensor.data_ptr() - base) % 16 for tensor in tensors if len(tensor)} == {0}
 
 
 def test_every_row_is_computed_to_the_end_to_score_a_prompt(builder: StepInputsBuilder) -> None:
