@@ -129,10 +129,12 @@ def time_decode(
 
 
 def time_prefill(loaded: LoadedEngine, tokens: int, rounds: int = 5, warm_up: int = 2) -> float:
-    """Median seconds of a step with one prompt, until its token is known."""
+    """Median seconds of a step with one prompt, until its token is known, on an idle device."""
     seconds = []
     for _ in range(rounds + warm_up):
         batch = StepBatch((loaded.make_chunk(tokens),))
+        if torch.cuda.is_available():  # the step before has launched another one ahead
+            torch.cuda.synchronize()
         started = time.perf_counter()
         loaded.engine.run(batch)
         seconds.append(time.perf_counter() - started)
