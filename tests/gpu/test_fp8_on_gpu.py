@@ -39,14 +39,14 @@ TOLERANCE = {"float32": 2e-3, "bfloat16": 2e-2}
 FAST_SUM_TOLERANCE = 5e-2  # tensor cores sum up products of FP8 with about 14 bits
 # Width, plan and bias, of the kernel for few rows.
 PRODUCTS: dict[str, tuple[int, FewRowsPlan, bool]] = {
-    "whole": (4096, FewRowsPlan(64, 128), True),
-    "in narrow tiles": (4096, FewRowsPlan(32, 256, stages=6), False),
-    "in long narrow tiles": (14336, FewRowsPlan(32, 256, stages=6), True),
-    "split": (4096, FewRowsPlan(64, 128, splits=4), False),
-    "long split": (14336, FewRowsPlan(64, 128, splits=2), False),
-    "odd sizes": (2064, FewRowsPlan(64, 128, splits=3), True),
-    "odd sizes in narrow tiles": (2064, FewRowsPlan(32, 256), True),
-    "with idle splits": (80, FewRowsPlan(64, 128, splits=4), False),
+    "whole": (4096, FewRowsPlan(128), True),
+    "in wide tiles": (4096, FewRowsPlan(256, stages=6), False),
+    "in wide tiles of a long row": (14336, FewRowsPlan(256, stages=6), True),
+    "split": (4096, FewRowsPlan(128, splits=4), False),
+    "long split": (14336, FewRowsPlan(128, splits=2), False),
+    "odd sizes": (2064, FewRowsPlan(128, splits=3), True),
+    "odd sizes in wide tiles": (2064, FewRowsPlan(256), True),
+    "with idle splits": (80, FewRowsPlan(128, splits=4), False),
 }
 
 

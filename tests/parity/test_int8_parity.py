@@ -90,6 +90,7 @@ async def test_a_node_of_another_quantization_is_refused(
     cluster = Cluster(
         tmp_path,
         model=str(model),
+        device="cpu",
         dtype="float32",
         prefill=1,
         decode=2,

@@ -13,7 +13,7 @@ import triton.language as tl
 from kv_kernels.reference.fp8 import E4M3, E4M3_MAX, MIN_PEAK, Fp8Rows
 from kv_kernels.triton.layer_ops import add_and_normalize, gate_with_silu
 
-_MAX_WARPS = 16
+_MAX_WARPS = 32
 _ELEMENTS_PER_WARP = 512
 
 

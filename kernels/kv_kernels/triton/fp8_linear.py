@@ -19,12 +19,13 @@ from kv_kernels.triton import fp8_layer_ops
 from kv_kernels.triton.row_linear import multiply_row
 
 FEW_ROWS = 64  # up to so many rows are multiplied by the kernel of this file
-NARROW_TILE_ROWS = 16  # up to so many rows a narrow tile is better than a split width
 # Whether torch's kernel sums up in the tensor cores' registers, with about 14 bits.
 USE_FAST_ACCUMULATION = True
 _TARGET_PROGRAMS = 120  # of one launch, at least: nearly as many as an H200 has multiprocessors
-_MIN_SPLIT_WIDTH = 1024  # columns of the weight that a program reads at least
+_MIN_SPLIT_WIDTH = 4096  # columns of the weight that a program reads at least
 _DOT_ROWS = 16  # the fewest rows that tl.dot takes
+# Output features of a program: what Hopper's fastest products take from the left.
+_TILE_FEATURES = 64
 _COMBINE_BLOCK = 256  # output features that one program of the second kernel adds up
 
 
@@ -32,24 +33,20 @@ _COMBINE_BLOCK = 256  # output features that one program of the second kernel ad
 class FewRowsPlan:
     """How a weight is divided among programs."""
 
-    features: int  # output features of a program
     columns: int  # of the weight, read at a time
     splits: int = 1  # programs that share the width of a tile
-    warps: int = 4
     stages: int = 4  # tiles in flight
     rows: int | None = None  # of a program; None: all rows of a step
 
     @staticmethod
-    def choose(features: int, width: int, rows: int) -> "FewRowsPlan":
-        """The plan for a weight [features, width] and up to `rows` rows."""
-        if rows <= NARROW_TILE_ROWS and 32 <= features / _TARGET_PROGRAMS < 64:
-            return FewRowsPlan(features=32, columns=256, stages=6)
-        programs, splits = -(-features // 64), 1
+    def choose(features: int, width: int) -> "FewRowsPlan":
+        """The plan for a weight [features, width]."""
+        programs, splits = -(-features // _TILE_FEATURES), 1
+        if programs >= 3 * _TARGET_PROGRAMS:  # they share multiprocessors: latency is hidden
+            return FewRowsPlan(columns=128, stages=3)
         while programs * splits < _TARGET_PROGRAMS and width >= 2 * splits * _MIN_SPLIT_WIDTH:
             splits *= 2
-        # Programs that share a multiprocessor hide each other's latency.
-        stages = 3 if programs * splits >= 3 * _TARGET_PROGRAMS else 6
-        return FewRowsPlan(features=64, columns=128, splits=splits, stages=stages)
+        return FewRowsPlan(columns=256, splits=splits, stages=6)
 
 
 # grid: [tiles of features, splits, tiles of rows]
@@ -77,10 +74,7 @@ def _few_rows_kernel(
     first = tl.program_id(1) * per_split
     w_cells = weight + feature.to(tl.int64)[:, None] * WIDTH + first + column[None, :]
     x_cells = x + row.to(tl.int64)[:, None] * WIDTH + first + column[None, :]
-    if FEATURES < 64:
-        total = tl.zeros([ROWS, FEATURES], tl.float32)
-    else:
-        total = tl.zeros([FEATURES, ROWS], tl.float32)
+    total = tl.zeros([FEATURES, ROWS], tl.float32)
     for begin in range(0, per_split, COLUMNS):
         if WIDTH % (SPLITS * COLUMNS) == 0:
             w = tl.load(w_cells + begin, mask=feature_ok[:, None], other=0.0)
@@ -89,13 +83,8 @@ def _few_rows_kernel(
             column_ok = (first + begin + column < WIDTH)[None, :]
             w = tl.load(w_cells + begin, mask=feature_ok[:, None] & column_ok, other=0.0)
             part = tl.load(x_cells + begin, mask=row_ok[:, None] & column_ok, other=0.0)
-        # Hopper's fastest products take 64 rows from the left and few columns from the right.
-        if FEATURES < 64:
-            total = tl.dot(part, tl.trans(w), total, max_num_imprecise_acc=COLUMNS)
-        else:
-            total = tl.dot(w, tl.trans(part), total, max_num_imprecise_acc=COLUMNS)
-    if FEATURES >= 64:
-        total = tl.trans(total)
+        total = tl.dot(w, tl.trans(part), total, max_num_imprecise_acc=COLUMNS)
+    total = tl.trans(total)
     cells_ok = row_ok[:, None] & feature_ok[None, :]
     cells = row.to(tl.int64)[:, None] * features + feature[None, :]
     if SPLITS == 1:
@@ -147,7 +136,7 @@ def multiply_few_rows(
     out = x.scales.new_empty(rows, features, dtype=dtype)
     sums = x.scales.new_empty(plan.splits, rows, features) if plan.splits > 1 else out
     tile = plan.rows or max(_DOT_ROWS, triton.next_power_of_2(rows))
-    grid = triton.cdiv(features, plan.features), plan.splits, triton.cdiv(rows, tile)
+    grid = triton.cdiv(features, _TILE_FEATURES), plan.splits, triton.cdiv(rows, tile)
     _few_rows_kernel[grid](
         x.values,
         x.scales,
@@ -160,10 +149,10 @@ def multiply_few_rows(
         WIDTH=width,
         SPLITS=plan.splits,
         ROWS=tile,
-        FEATURES=plan.features,
+        FEATURES=_TILE_FEATURES,
         COLUMNS=plan.columns,
         HAS_BIAS=bias is not None,
-        num_warps=plan.warps,
+        num_warps=4,
         num_stages=plan.stages,
     )
     if plan.splits > 1:
@@ -208,9 +197,7 @@ class TritonFp8Linear(Fp8Linear):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight, bias)
-        features, width = weight.shape
-        self._narrow_plan = FewRowsPlan.choose(features, width, NARROW_TILE_ROWS)
-        self._plan = FewRowsPlan.choose(features, width, FEW_ROWS)
+        self._plan = FewRowsPlan.choose(*weight.shape)
 
     def multiply(self, rows: Fp8Rows) -> torch.Tensor:  # [tokens, in] -> [tokens, out]
         weight, bias, dtype = self._weight, self._bias, self._dtype
@@ -218,8 +205,7 @@ class TritonFp8Linear(Fp8Linear):
             scales = rows.scales, weight.scales
             return multiply_row(rows.values, weight.values, bias, scales=scales, dtype=dtype)
         if len(rows.values) <= FEW_ROWS:
-            plan = self._narrow_plan if len(rows.values) <= NARROW_TILE_ROWS else self._plan
-            return multiply_few_rows(rows, weight, bias, dtype, plan)
+            return multiply_few_rows(rows, weight, bias, dtype, self._plan)
         return multiply_many_rows(rows, weight, bias, dtype)
 
 
@@ -229,7 +215,7 @@ class BatchInvariantFp8Linear(TritonFp8Linear):
     Tiles and the order of the sum are the same for every number of rows.
     """
 
-    _PLAN = FewRowsPlan(features=64, columns=128, rows=64)
+    _PLAN = FewRowsPlan(columns=128, rows=64)
 
     def multiply(self, rows: Fp8Rows) -> torch.Tensor:  # [tokens, in] -> [tokens, out]
         return multiply_few_rows(rows, self._weight, self._bias, self._dtype, self._PLAN)

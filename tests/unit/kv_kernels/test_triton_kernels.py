@@ -155,8 +155,8 @@ def test_quantized_rows_equal_the_reference(measured: Measured, kind: str) -> No
     [
         "whole",
         "with bias",
-        "in narrow tiles",
-        "in narrow tiles with bias",
+        "in wide tiles",
+        "in wide tiles with bias",
         "split",
         "split with bias",
         "with idle splits",

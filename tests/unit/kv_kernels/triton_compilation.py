@@ -103,13 +103,13 @@ def compile_fp8_kernels() -> None:
     fp8_layer_ops.quantize_rows(hidden)
     weight = quantize_rows(torch.zeros(512, HEADS * DIM))
     bias = torch.zeros(512, dtype=torch.bfloat16)
-    plans = [FewRowsPlan.choose(features, 4096, 1) for features in (4096, 28672)]
+    plans = [FewRowsPlan.choose(features, 4096) for features in (4096, 28672)]
     for added in (None, bias):
         x, scales = weight.values[:1], (weight.scales[:1], weight.scales)
         multiply_row(x, weight.values, added, scales=scales, dtype=torch.bfloat16)
     for rows in (2, 17, 64):
         few = Fp8Rows(weight.values[:rows], weight.scales[:rows])
-        for plan in (*plans, FewRowsPlan(64, 128, splits=4), FewRowsPlan(64, 128, rows=64)):
+        for plan in (*plans, FewRowsPlan(128, splits=4), FewRowsPlan(128, rows=64)):
             for added in (None, bias):
                 multiply_few_rows(few, weight, added, torch.bfloat16, plan)
 

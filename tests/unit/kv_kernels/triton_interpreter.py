@@ -44,13 +44,13 @@ ROTATIONS = {
 }
 # Width, plan and bias; a width that tiles do not divide, and splits that get nothing to read.
 FP8_PRODUCTS: dict[str, tuple[int, FewRowsPlan | None, bool]] = {
-    "whole": (256, FewRowsPlan(64, 128), False),
-    "with bias": (144, FewRowsPlan(64, 128), True),
-    "in narrow tiles": (512, FewRowsPlan(32, 256), False),
-    "in narrow tiles with bias": (144, FewRowsPlan(32, 256), True),
-    "split": (256, FewRowsPlan(64, 128, splits=2), False),
-    "split with bias": (528, FewRowsPlan(64, 128, splits=3), True),
-    "with idle splits": (80, FewRowsPlan(64, 128, splits=4), False),
+    "whole": (256, FewRowsPlan(128), False),
+    "with bias": (144, FewRowsPlan(128), True),
+    "in wide tiles": (512, FewRowsPlan(256), False),
+    "in wide tiles with bias": (144, FewRowsPlan(256), True),
+    "split": (256, FewRowsPlan(128, splits=2), False),
+    "split with bias": (528, FewRowsPlan(128, splits=3), True),
+    "with idle splits": (80, FewRowsPlan(128, splits=4), False),
     "of torch": (144, None, False),
     "of torch with bias": (144, None, True),
 }
