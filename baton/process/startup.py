@@ -1,5 +1,6 @@
 """Measures the parts of a process's start, from its creation on."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,14 @@ class StartupTimer:
         self.phases: dict[str, float] = {}  # seconds by name, in order
         self._clock = clock
         self._phase_started_at = created_at
+
+    def restart_in_child(self) -> None:
+        """Measure a forked child from its fork on, unless its parent was past the first phase.
+
+        Otherwise the child continues the start of its parent, as `baton up --detach` does.
+        """
+        if not self.phases:
+            self._phase_started_at = self._clock()
 
     def end_phase(self, name: str) -> None:
         """End the current phase, which was that of `name`. Only the first call of a name counts."""
@@ -48,3 +57,4 @@ def _boot_clock() -> float:
 
 
 STARTUP = StartupTimer(_boot_clock, read_creation_time())
+os.register_at_fork(after_in_child=STARTUP.restart_in_child)

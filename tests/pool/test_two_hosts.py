@@ -17,9 +17,10 @@ from tests.pool.pooled_cluster import (
 from tests.pool.two_hosts import POOLS, place_only_on_hosts, two_host_cluster
 
 OUTPUT = 8
-SLOW_PREFILL = (
-    "prefill.layer.before=delay(1.0)"  # so that fetching is worth it on the busiest machine
-)
+# Delayed in each step from its start on, `prefill-1` never seems to compute 800 tokens in less than
+# the MAX_LOAD_WAIT_SECONDS that a look-up waits for a fetch at most. With a measurement of what the
+# model takes, the fetch would have to be faster than the kernels.
+SLOW_STEPS = "decode.step.before=delay(0.5)"
 
 
 async def wait_for_promotions(cluster: Cluster, **expected: int) -> None:
@@ -42,15 +43,17 @@ async def test_a_prefix_is_computed_once_and_moved_once(tmp_path: Path) -> None:
     prefix = [token % 500 for token in range(7, 7 * 801, 7)][:800]
     prompts = find_stable_prompts(model, (820,) * 6, OUTPUT, shared_prefix=prefix)
     settings = {"model": str(model), "dtype": "float32", "threads": "1", "placement": "round_robin"}
-    async with two_host_cluster(tmp_path, **settings) as cluster:
-        await cluster.arm_failpoints("prefill", SLOW_PREFILL)
+    slow = {"prefill-1": {"BATON_FAILPOINTS": SLOW_STEPS}}
+    async with two_host_cluster(tmp_path, per_node=slow, **settings) as cluster:
+        await place_only_on_hosts(cluster, 1)
+        # As long as the warm-up request, which either prefill node may have computed.
+        await cluster.generate([501, 502, 503, 504], max_tokens=1)
         await place_only_on_hosts(cluster, 0)
         first = await cluster.generate(prompts[0].prompt, max_tokens=OUTPUT, temperature=0.0)
         assert first.tokens == prompts[0].reference_tokens
         assert (await get_token_sources(cluster, first))["computed_prefill"] == 820
         await wait_for_published_blocks(cluster, 50)
         await wait_until_known(cluster, "pool-0", 50)
-        await cluster.arm_failpoints("prefill", "")  # that it was slow is known by now
         await place_only_on_hosts(cluster, 0, 1)
         answers = await asyncio.gather(
             *(

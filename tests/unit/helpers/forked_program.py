@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 
+from baton.process.startup import STARTUP
+
 
 def end_late() -> None:
     """Leave a thread and an exit handler that print after the program's last line."""
@@ -26,6 +28,7 @@ if __name__ == "__main__":
         "folder": os.getcwd(),
         "environ": dict(os.environ),
         "is_session_leader": os.getsid(0) == os.getpid(),
+        "started_at": STARTUP._phase_started_at,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }
     print(json.dumps(found), flush=True)  # noqa: T201

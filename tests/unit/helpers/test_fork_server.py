@@ -19,7 +19,7 @@ TIMEOUT_SECONDS = 60.0
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    server = ForkServer(preloaded=["json"])
+    server = ForkServer(preloaded=["json", "baton.process.startup"])
     yield server
     server.close()
 
@@ -45,6 +45,7 @@ def test_forked_process_has_its_own_environment_and_exit_code(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    before = time.clock_gettime(time.CLOCK_BOOTTIME)
     process = start_program(server, tmp_path / "log", "3", open_files=64)
     assert process.wait(TIMEOUT_SECONDS) == process.poll() == process.returncode == 3
     found = read_output(tmp_path / "log")
@@ -53,6 +54,7 @@ def test_forked_process_has_its_own_environment_and_exit_code(
     assert found["environ"].keys() - {"LC_CTYPE"} == {"END", "BATON_SUPERVISOR_PID"}
     assert found["is_session_leader"]
     assert found["open_files"] == 64
+    assert found["started_at"] > before, "its start-up begins at its fork, not with the server"
     assert not Path(f"/proc/{process.pid}").exists()
 
 

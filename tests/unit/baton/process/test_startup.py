@@ -35,6 +35,17 @@ def test_a_phase_ends_once() -> None:
     assert timer.phases == {"imports": 1.0, "settings": 3.0}
 
 
+def test_a_forked_process_is_measured_from_its_fork() -> None:
+    """A server that forks processes has imported everything long before."""
+    timer = StartupTimer(StepClock(300.0, 300.5, 301.5, 302.0), created_at=10.0)
+    timer.restart_in_child()
+    timer.end_phase("imports")
+    timer.end_phase("settings")
+    timer.restart_in_child()  # a daemon continues the start of the command
+    timer.end_phase("preparation")
+    assert timer.phases == {"imports": 0.5, "settings": 1.0, "preparation": 0.5}
+
+
 def test_the_log_line_has_all_phases(capsys: pytest.CaptureFixture[str]) -> None:
     timer = StartupTimer(StepClock(1.0, 2.25), created_at=0.0)
     timer.end_phase("imports")
