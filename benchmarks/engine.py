@@ -1,23 +1,29 @@
 """`engine`: how fast a CPU computes a model, as shares of what its cores can do.
 
-The run first measures the cores at one thing alone: reading memory in two streams each, and matrix
+The run also measures the cores at one thing alone: reading memory in two streams each, and matrix
 products by torch. The least time of a step is the greater of its bytes at the read rate and its
 operations at the rate of products; the share of a step is this least time over its own. Decode
 steps read the weights and the KV of their sequences; a prefill step computes a whole prompt.
 
+What memory gives differs from one second to the next on a machine that others use, so that the read
+rate is measured before and after every few steps, one pass at a time, and these steps are compared
+with the mean of both. The share of a case is the median of such shares.
+
 Native kernels stand beside torch's, and int8 beside the model's own dtype. Each is an engine in a
 process of its own, with the environment of a node. Rates and engines take turns in every round, so
-that other load affects all of them; figures are medians of the rounds.
+that other load affects all of them; figures are medians of all rounds.
 """
 
 import argparse
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 
 from rich.console import Console
 
@@ -27,7 +33,7 @@ from benchmarks.cpu.engine_worker import DecodeCase, EngineCase, EngineVariant, 
 from benchmarks.cpu.rates import SIZES, CpuRates, RateSizes, describe_reading
 from benchmarks.cpu.shapes import MODEL_HELP, open_model
 from benchmarks.device.section_run import MeasuredModel
-from benchmarks.device.step_bounds import StepBounds
+from benchmarks.device.step_bounds import StepBounds, StepRates
 from benchmarks.figures.report import ResultRow, make_row, make_time_row, print_rows
 
 HELP = "decode and prefill steps on a CPU, as shares of its rates of reading and of products"
@@ -57,28 +63,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="medians of these count (5)")
 
 
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """What a few steps took, and what the machine gave meanwhile."""
+
+    seconds: float  # median of the steps
+    rates: CpuRates
+
+    def find_share(self, find_least: Callable[[StepRates], float], precision: str) -> float:
+        return find_least(self.rates.of_steps(precision)) / self.seconds
+
+
 @dataclass
 class EngineRounds:
-    """What was measured so far: one figure of each round, in the same order everywhere."""
+    """What was measured so far: the samples of all variants in the same order."""
 
-    rates: list[CpuRates] = field(default_factory=list)
-    seconds: dict[tuple[EngineVariant, EngineCase], list[float]] = field(
+    samples: dict[tuple[EngineVariant, EngineCase], list[StepSample]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
     def median_rates(self) -> CpuRates:
+        rates = [sample.rates for samples in self.samples.values() for sample in samples]
         return CpuRates(
-            statistics.median(rates.read_bytes for rates in self.rates),
+            statistics.median(rate.read_bytes for rate in rates),
             {
-                precision: statistics.median(rates.products[precision] for rates in self.rates)
-                for precision in self.rates[0].products
+                precision: statistics.median(rate.products[precision] for rate in rates)
+                for precision in rates[0].products
             },
         )
 
     def compare(self, case: EngineCase, slower: EngineVariant, faster: EngineVariant) -> float:
-        """Return how many times as fast `faster` is: the median over the rounds."""
-        pairs = zip(self.seconds[slower, case], self.seconds[faster, case], strict=True)
-        return statistics.median(first / second for first, second in pairs)
+        """Return how many times as fast `faster` is: the median over the samples."""
+        pairs = zip(self.samples[slower, case], self.samples[faster, case], strict=True)
+        return statistics.median(first.seconds / second.seconds for first, second in pairs)
 
 
 def main(
@@ -149,23 +166,34 @@ def measure_rounds(
         for variant, engine in engines.items():
             engine.submit(worker.load_engine, model, variant, threads, cache_bytes).result()
         for number in range(count + 1):
-            rates = machine.submit(worker.measure_machine, model, threads, sizes).result()
-            seconds = _time_cases(engines, cases)
-            if number:
-                rounds.rates.append(rates)
-                for key, value in seconds.items():
-                    rounds.seconds[key].append(value)
+            products = machine.submit(worker.measure_products, model, threads, sizes).result()
+
+            def measure_read() -> float:
+                return machine.submit(worker.measure_read_rate, threads, sizes.read_bytes).result()
+
+            found = _sample_round(engines, cases, measure_read, products)
+            for key, samples in found.items() if number else ():
+                rounds.samples[key] += samples
     return rounds
 
 
-def _time_cases(
-    engines: dict[EngineVariant, Executor], cases: Sequence[EngineCase]
-) -> dict[tuple[EngineVariant, EngineCase], float]:
-    return {
-        (variant, case): engine.submit(worker.time_case, case).result()
-        for case in cases
-        for variant, engine in engines.items()
-    }
+def _sample_round(
+    engines: dict[EngineVariant, Executor],
+    cases: Sequence[EngineCase],
+    measure_read: Callable[[], float],
+    products: dict[str, float],
+) -> dict[tuple[EngineVariant, EngineCase], list[StepSample]]:
+    """Measure reading and the engines in turn, so that each sample lies between two reads."""
+    found: dict[tuple[EngineVariant, EngineCase], list[StepSample]] = defaultdict(list)
+    before = measure_read()
+    for case in cases:
+        for _, (variant, engine) in product(range(case.turns), engines.items()):
+            seconds = engine.submit(worker.time_case, case).result()
+            after = measure_read()
+            rates = CpuRates((before + after) / 2, products)
+            found[variant, case].append(StepSample(seconds, rates))
+            before = after
+    return found
 
 
 def _choose_cache_bytes(model: MeasuredModel, cases: Sequence[EngineCase]) -> int:
@@ -202,18 +230,21 @@ def _step_rows(
 ) -> list[ResultRow]:
     """Milliseconds of a step beside the least possible ones."""
     rows = []
-    rates = rounds.median_rates()
     for variant in variants:
         bounds = StepBounds(model.config, variant.dtype, variant.quantization)
-        of_steps = rates.of_steps(variant.precision)
         for case in cases:
-            seconds = statistics.median(rounds.seconds[variant, case])
             if isinstance(case, PrefillCase):
-                tokens, least = case.tokens, bounds.bound_prefill(case.tokens, of_steps)
+                tokens, find_least = case.tokens, partial(bounds.bound_prefill, case.tokens)
             else:
                 tokens = case.batch
-                least = bounds.bound_decode(case.batch, case.context, of_steps)
+                find_least = partial(bounds.bound_decode, case.batch, case.context)
+            samples = rounds.samples[variant, case]
+            seconds = statistics.median(sample.seconds for sample in samples)
+            share = statistics.median(
+                sample.find_share(find_least, variant.precision) for sample in samples
+            )
             name, note = f"engine/{variant.name}/{case.name}", f"{tokens / seconds:,.0f} tokens/s"
+            least = share * seconds
             rows.append(make_time_row(name, seconds * 1e3, "ms", command, least * 1e3, note))
     return rows
 

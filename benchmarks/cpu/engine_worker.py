@@ -9,16 +9,18 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from baton.models.model_identity import UNQUANTIZED, Quantization
-from benchmarks.cpu.rates import CpuRates, RateSizes, measure_rates
+from benchmarks.cpu.rates import MemoryReader, RateSizes, measure_product_rates
 from benchmarks.device.engine_loads import EngineSizes, LoadedEngine, time_decode, time_prefill
 from benchmarks.device.section_run import MeasuredModel
 from benchmarks.device.step_bounds import list_layer_products
 from kv_kernels.native.native_library import NativeLibrary, load_library
 
 _WARM_UP_TOKENS = 512
+_TURN_STEPS = 4  # decode steps between two measurements of the read rate
+_TURN_WARM_UP_STEPS = 1
 _INT8, _NATIVE, _TORCH = "int8", "native", "torch"
 
 
@@ -67,12 +69,18 @@ class DecodeCase:
     def name(self) -> str:
         return f"decode_{self.batch}"
 
+    @property
+    def turns(self) -> int:
+        """Calls of `time_case` in a round."""
+        return -(-self.steps // _TURN_STEPS)
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillCase:
     """A step that computes a whole prompt."""
 
     tokens: int
+    turns: ClassVar[int] = 1
 
     @property
     def name(self) -> str:
@@ -91,10 +99,11 @@ def start_worker() -> Iterator[Executor]:
         yield worker
 
 
-class _ProcessEngine:
-    """The engine of this process."""
+class _Process:
+    """What this process measures with."""
 
     loaded: LoadedEngine | None = None
+    reader: MemoryReader | None = None
 
 
 def load_engine(
@@ -106,18 +115,25 @@ def load_engine(
     if variant.kernels == _NATIVE and isinstance(library, NativeLibrary):
         options["native_library"] = library
     sizes = EngineSizes(max_batched_tokens=_WARM_UP_TOKENS, cache_bytes=cache_bytes)
-    _ProcessEngine.loaded = LoadedEngine(model, "cpu", sizes, **options)
+    _Process.loaded = LoadedEngine(model, "cpu", sizes, **options)
 
 
 def time_case(case: EngineCase) -> float:
-    """Return the median seconds of a step."""
-    loaded = _ProcessEngine.loaded
+    """Return the median seconds of a step in one turn."""
+    loaded = _Process.loaded
     assert loaded is not None
     if isinstance(case, PrefillCase):
         return time_prefill(loaded, case.tokens, rounds=1, warm_up=0)
-    return time_decode(loaded, case.batch, case.context, case.steps)
+    steps = min(case.steps, _TURN_STEPS)
+    return time_decode(loaded, case.batch, case.context, steps, warm_up=_TURN_WARM_UP_STEPS)
 
 
-def measure_machine(model: MeasuredModel, threads: int, sizes: RateSizes) -> CpuRates:
-    """Measure what the cores reach, also at the products of the model."""
-    return measure_rates(threads, list_layer_products(model.config), sizes)
+def measure_products(model: MeasuredModel, threads: int, sizes: RateSizes) -> dict[str, float]:
+    """Measure what the cores reach at products, also at those of the model."""
+    return measure_product_rates(threads, list_layer_products(model.config), sizes)
+
+
+def measure_read_rate(threads: int, total_bytes: int) -> float:
+    """Measure one pass over memory that is kept for the next call in this process."""
+    _Process.reader = _Process.reader or MemoryReader(threads, total_bytes)
+    return _Process.reader.measure_rate()

@@ -13,8 +13,6 @@ from benchmarks.device.timing import time_call
 from kv_kernels.native.native_library import NativeLibrary, load_library
 
 _HUGE_PAGE = 2 << 20
-_READ_PASSES = 4  # over the bytes of a thread in one round
-_READ_ROUNDS = 5
 _PRODUCT_ROUNDS = 3
 PRECISIONS = ("bfloat16", "int8", "float32")
 
@@ -43,57 +41,42 @@ class CpuRates:
         return StepRates(self.read_bytes, self.products[precision])
 
 
-def measure_rates(threads: int, shapes: Sequence[ProductShape], sizes: RateSizes) -> CpuRates:
-    """Measure all rates, each as the best of a few rounds.
-
-    `shapes` are the products of the model: one of them may be faster than a square one.
-    """
-    weights = (ProductShape("square", sizes.square, sizes.square), *shapes)
-    products = {
-        precision: measure_product_rate(threads, precision, weights, sizes.product_tokens)
-        for precision in PRECISIONS
-    }
-    return CpuRates(measure_read_rate(threads, sizes.read_bytes), products)
-
-
-def measure_read_rate(threads: int, total_bytes: int) -> float:
-    """Return the bytes per second that the threads read together, each in two streams.
+class MemoryReader:
+    """Reads memory on some threads at once, each in two streams.
 
     The memory lies in huge pages if the system grants them, as weights do that are packed for
     speed. Without the native library, scalar products of torch read it, which are slower.
     """
-    torch.set_num_threads(1)  # of each thread below
-    areas = [_allocate(total_bytes // threads) for _ in range(threads)]
-    turns = threading.Barrier(threads + 1)
 
-    def read(once: Callable[[], object]) -> None:
-        for _ in range(_READ_ROUNDS):
-            turns.wait()
-            for _ in range(_READ_PASSES):
-                once()  # releases Python's lock
-            turns.wait()
+    def __init__(self, threads: int, total_bytes: int) -> None:
+        areas = [_allocate(total_bytes // threads) for _ in range(threads)]
+        self._reads = [_plan_read(area) for area in areas]
+        self._bytes = sum(area.nbytes for area in areas)
 
-    readers = [threading.Thread(target=read, args=(_plan_read(area),)) for area in areas]
-    for reader in readers:
-        reader.start()
-    seconds = [_time_turn(turns) for _ in range(_READ_ROUNDS)]
-    for reader in readers:
-        reader.join()
-    return _READ_PASSES * sum(area.nbytes for area in areas) / min(seconds)
+    def measure_rate(self) -> float:
+        """Return the bytes per second of one pass over the memory."""
+        torch.set_num_threads(1)  # of each thread below
+        ready, times = threading.Barrier(len(self._reads)), list[float]()
+
+        def read(once: Callable[[], object]) -> None:
+            ready.wait()
+            times.append(time.perf_counter())
+            once()  # releases Python's lock
+            times.append(time.perf_counter())
+
+        readers = [threading.Thread(target=read, args=(once,)) for once in self._reads]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        return self._bytes / (max(times) - min(times))
 
 
 def describe_reading() -> str:
-    """Say what reads memory in `measure_read_rate`."""
+    """Say how a `MemoryReader` reads."""
     if isinstance(load_library(), NativeLibrary):
-        return "two streams a core, best of a few"
+        return "two streams a core"
     return "by torch.dot, which is slower than what is possible"
-
-
-def _time_turn(turns: threading.Barrier) -> float:
-    turns.wait()
-    started = time.perf_counter()
-    turns.wait()
-    return time.perf_counter() - started
 
 
 def _allocate(size: int) -> torch.Tensor:
@@ -112,6 +95,20 @@ def _plan_read(area: torch.Tensor) -> Callable[[], object]:
         return lambda: read(area.data_ptr(), area.nbytes)
     left, right = area.chunk(2)
     return lambda: torch.dot(left, right)
+
+
+def measure_product_rates(
+    threads: int, shapes: Sequence[ProductShape], sizes: RateSizes
+) -> dict[str, float]:
+    """Measure the rate of products of each precision, as the best of a few.
+
+    `shapes` are the products of the model: one of them may be faster than a square one.
+    """
+    weights = (ProductShape("square", sizes.square, sizes.square), *shapes)
+    return {
+        precision: measure_product_rate(threads, precision, weights, sizes.product_tokens)
+        for precision in PRECISIONS
+    }
 
 
 def measure_product_rate(

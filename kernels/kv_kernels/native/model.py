@@ -9,7 +9,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kv_kernels.native.structures import KvnCache, KvnLayer, KvnLinear, KvnModel, KvnStep, Status
+from kv_kernels.native.structures import (
+    Format,
+    KvnCache,
+    KvnDraw,
+    KvnLayer,
+    KvnLinear,
+    KvnModel,
+    KvnStep,
+    Status,
+)
 
 Ints = npt.NDArray[np.int64]
 SLICE_FIELDS = 5  # first_row, num_rows, position, table_begin, table_length, as KvnSlice has them
@@ -48,6 +57,7 @@ class NativeModel:
         """Raises MemoryError if there is no memory or no thread left."""
         self._functions = functions
         self._vocab = model.vocab
+        self._format = model.format
         self._keep_alive: list[Any] = list(keep_alive)
         array = (KvnLayer * len(layers))(*layers)
         model.layers = array
@@ -65,9 +75,15 @@ class NativeModel:
         """Two for each layer: the first ends when its KV is in the cache."""
         return self._num_halves
 
-    def bind_cache(self, memory: torch.Tensor, num_blocks: int, block_size: int) -> None:
-        """Use `memory` as cache: [blocks, layers, 2, kv_heads, block_size, dim], contiguous."""
-        cache = KvnCache(memory.data_ptr(), num_blocks, block_size)
+    def bind_cache(
+        self,
+        memory: torch.Tensor,  # contiguous: [blocks, layers, 2, kv_heads, block_size, row]
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
+        """Use `memory` as cache. It has the model's dtype, or int8, with a scale in each row."""
+        format_ = Format.INT8 if memory.dtype is torch.int8 else self._format
+        cache = KvnCache(memory.data_ptr(), num_blocks, block_size, format_)
         self._functions.kvn_bind_cache(self._context, ctypes.byref(cache))
         self._keep_alive.append(memory)
 
@@ -99,6 +115,21 @@ class NativeModel:
         if self._functions.kvn_compute_logits(self._context, first, count, logits.data_ptr()):
             raise ValueError(f"rows {first} to {first + count} are not sampled")
         return logits
+
+    def pick_tokens(
+        self,
+        logits: torch.Tensor,  # [rows, vocab], overwritten
+        draws: Sequence[KvnDraw],  # one per row
+    ) -> list[int]:
+        """Draw a token per row: -1 where the greatest logit is not finite. Raises MemoryError."""
+        rows = logits.float().contiguous()
+        tokens = (ctypes.c_int64 * len(draws))()
+        status = self._functions.kvn_pick_tokens(
+            self._context, rows.data_ptr(), len(draws), (KvnDraw * len(draws))(*draws), tokens
+        )
+        if status:
+            raise MemoryError(f"no memory to draw {len(draws)} tokens")
+        return list(tokens)
 
     def multiply(
         self,

@@ -2,7 +2,7 @@
 
 import ctypes
 
-ABI_VERSION = 1  # KVN_ABI_VERSION
+ABI_VERSION = 2  # KVN_ABI_VERSION
 
 # name -> (type of the result, types of the arguments)
 PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -18,6 +18,10 @@ PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "kvn_compute_logits": (
         ctypes.c_int32,
         (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p),
+    ),
+    "kvn_pick_tokens": (
+        ctypes.c_int32,
+        (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p),
     ),
     "kvn_multiply": (
         ctypes.c_int32,

@@ -80,7 +80,7 @@ class KvnModel(ctypes.Structure):
 class KvnCache(ctypes.Structure):
     """KvnCache."""
 
-    _fields_ = (("arena", Pointer), ("num_blocks", Int), ("block_size", Int))
+    _fields_ = (("arena", Pointer), ("num_blocks", Int), ("block_size", Int), ("format", Flag))
 
 
 class KvnStep(ctypes.Structure):
@@ -95,6 +95,20 @@ class KvnStep(ctypes.Structure):
         ("num_table_entries", Int),
         ("sampled_rows", Pointer),
         ("num_sampled", Int),
+    )
+
+
+class KvnDraw(ctypes.Structure):
+    """KvnDraw."""
+
+    _fields_ = (
+        ("top_p", ctypes.c_double),
+        ("seed", ctypes.c_uint64),
+        ("top_k", Int),
+        ("temperature", ctypes.c_float),
+        ("min_logit", ctypes.c_float),
+        ("position", ctypes.c_uint32),
+        ("choice", ctypes.c_uint32),
     )
 
 

@@ -1,5 +1,6 @@
 """NativeEngine: runs a model with the native kernels, in the host's cache memory."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
@@ -11,17 +12,30 @@ from baton.errors import OutOfMemory
 from baton.kv.blocks import KVLayout
 from baton.models.model_identity import Quantization
 from kv_kernels.native.model import SLICE_FIELDS, Ints, NativeModel
+from kv_kernels.native.structures import KvnDraw
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.core.step.engine import LayerCallback
-from node_engine.core.step.step_batch import SequenceSlice, SliceResult, StepBatch
+from node_engine.core.step.step_batch import (
+    SampleSpec,
+    SequenceSlice,
+    SliceResult,
+    StepBatch,
+    gather_slice_results,
+    list_sampled_rows,
+)
 from node_engine.model.common.base_engine import score_prompt_rows, translate_device_errors
 from node_engine.model.common.host_memory_engine import HostMemoryEngine
 from node_engine.model.config.model_config import ModelConfig
-from node_engine.model.sampling.sampler import sample_tokens
+from node_engine.model.sampling.philox import WORD_MASK
+from node_engine.model.sampling.sampler import damaged_logits_error, sample_tokens
+
+_SEED_MASK = (1 << 64) - 1
 
 
 class NativeEngine(HostMemoryEngine):
     """An `Engine` over one native model and one arena. Not thread-safe: compute thread only."""
+
+    _warm_up_lengths = (4,)  # no kernel is compiled, packed or loaded at its first use
 
     def __init__(
         self,
@@ -31,6 +45,7 @@ class NativeEngine(HostMemoryEngine):
         max_model_len: int,
         digest: bytes,
         quantization: Quantization,
+        dtype: str,  # of the arithmetic
     ) -> None:
         super().__init__(
             config,
@@ -40,6 +55,7 @@ class NativeEngine(HostMemoryEngine):
             max_model_len,
             digest,
             quantization=quantization,
+            dtype=dtype,
         )
         self._model = model
         self._arena: torch.Tensor | None = None
@@ -90,20 +106,17 @@ class NativeEngine(HostMemoryEngine):
 
     def _collect_results(self, batch: StepBatch) -> tuple[SliceResult, ...]:
         """Sample the tokens and score the prompts that the slices ask for."""
-        slices, results = batch.slices, [SliceResult()] * len(batch.slices)
-        drawn = [i for i, slice_ in enumerate(slices) if slice_.sample_spec is not None]
+        slices, sampled = batch.slices, list[SliceResult]()
+        rows, specs = list_sampled_rows(slices)
         scored = [i for i, slice_ in enumerate(slices) if slice_.logprobs_spec is not None]
         ends = list(accumulate(len(slice_.token_ids) for slice_ in slices))
-        if drawn:
+        if rows:
             # Without prompts to score, the rows drawn from are all that were computed to the end.
             logits = (
-                self._gather_logits([ends[index] - 1 for index in drawn])
-                if scored
-                else self._model.compute_logits(0, len(drawn))
+                self._gather_logits(rows) if scored else self._model.compute_logits(0, len(rows))
             )
-            specs = [spec for slice_ in slices if (spec := slice_.sample_spec) is not None]
-            for index, result in zip(drawn, sample_tokens(logits, specs), strict=True):
-                results[index] = result
+            sampled = sample_tokens(logits, specs, self._pick_tokens)
+        results = gather_slice_results(slices, sampled)
         for index in scored:
             wanted = slices[index].logprobs_spec
             assert wanted is not None
@@ -114,11 +127,31 @@ class NativeEngine(HostMemoryEngine):
             results[index] = results[index]._replace(prompt_logprobs=scores)
         return tuple(results)
 
+    def _pick_tokens(self, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+        tokens = self._model.pick_tokens(logits, [describe_draw(spec) for spec in specs])
+        if -1 in tokens:
+            raise damaged_logits_error()
+        return tokens
+
     def _compute_logits(self, offset: int, first: int, count: int) -> torch.Tensor:
         return self._model.compute_logits(offset + first, count)
 
     def _gather_logits(self, rows: Sequence[int]) -> torch.Tensor:  # [rows, vocab]
         return torch.cat([self._model.compute_logits(row, 1).clone() for row in rows])
+
+
+def describe_draw(spec: SampleSpec) -> KvnDraw:
+    """How the native kernels draw a token."""
+    params = spec.params
+    return KvnDraw(
+        top_p=params.top_p,
+        seed=params.seed & _SEED_MASK,
+        top_k=params.top_k,
+        temperature=params.temperature,
+        min_logit=math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
+        position=spec.position & WORD_MASK,
+        choice=spec.choice_index & WORD_MASK,
+    )
 
 
 def build_step_arrays(
@@ -131,7 +164,6 @@ def build_step_arrays(
     described = np.empty((len(slices), SLICE_FIELDS), np.int64)
     tables: list[int] = []
     token_ids: list[int] = []
-    sampled: list[int] = []
     is_scored = any(slice_.logprobs_spec is not None for slice_ in slices)
     for index, slice_ in enumerate(slices):
         count = len(slice_.token_ids)
@@ -145,9 +177,7 @@ def build_step_arrays(
         described[index] = (len(token_ids), count, slice_.start, len(tables), entries)
         tables += slice_.block_table[:entries]
         token_ids += slice_.token_ids
-        if slice_.sample_spec is not None:
-            sampled.append(len(token_ids) - 1)
-    rows = range(len(token_ids)) if is_scored else sampled
+    rows = range(len(token_ids)) if is_scored else list_sampled_rows(slices)[0]
     return (
         np.array(token_ids, np.int64),
         described,

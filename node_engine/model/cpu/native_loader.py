@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kv_kernels.native.native_library import NativeLibrary, describe_features
 from kv_kernels.native.structures import PACKED_FORMAT_VERSION
@@ -19,7 +19,7 @@ from node_engine.model.loading.packed_weights.image_layout import (
     plan_image,
 )
 from node_engine.model.loading.packed_weights.image_memory import allocate_private_image
-from node_engine.model.loading.packed_weights.store import PackedWeightStore
+from node_engine.model.loading.packed_weights.store import ImageSource, PackedWeightStore
 from node_engine.model.loading.resolved_model import ResolvedModel
 
 # Smaller models are packed in a moment by each node.
@@ -32,6 +32,14 @@ class WeightSharing:
 
     store: PackedWeightStore
     digests: ModelDigestCache | None  # None: nowhere
+
+
+@dataclass(frozen=True, slots=True)
+class _FoundWeights:
+    addresses: Mapping[str, int]  # of the regions, by name
+    memory: object  # what has to stay alive for them
+    image_bytes: int
+    source: ImageSource
 
 
 def load_native_engine(
@@ -62,9 +70,19 @@ def load_native_engine(
             digest = find_model_digest(model.folder, tensors, digests)
         else:
             digest = tensors.compute_digest()
-        addresses, memory = _find_weights(plan, tensors, digest, library, sharing)
-    native = build_native_model(config, model.dtype, plan, addresses, memory, library, threads)
-    return NativeEngine(config, native, model.layout, model.max_model_len, digest, quantization)
+        found = _find_weights(plan, tensors, digest, library, sharing)
+    native = build_native_model(
+        config, model.dtype, plan, found.addresses, found.memory, library, threads
+    )
+    engine = NativeEngine(
+        config, native, model.layout, model.max_model_len, digest, quantization, model.dtype
+    )
+    engine.compute_device = replace(
+        engine.compute_device,
+        packed_weight_bytes=found.image_bytes,
+        packed_weight_source=found.source,
+    )
+    return engine
 
 
 def _find_weights(
@@ -73,8 +91,7 @@ def _find_weights(
     digest: bytes,
     library: NativeLibrary,
     sharing: WeightSharing | None,
-) -> tuple[Mapping[str, int], object]:
-    """Addresses of the regions, and what has to stay alive for them."""
+) -> _FoundWeights:
     fills = {region.name: region.fill for region in plan.regions}
 
     def fill_region(name: str, view: memoryview) -> None:
@@ -91,9 +108,11 @@ def _find_weights(
     specs = [RegionSpec(region.name, region.nbytes) for region in plan.regions]
     if sharing is not None:
         packed = sharing.store.open_or_build(key, specs, fill_region)
-        return {name: region.address for name, region in packed.regions.items()}, packed
+        addresses = {name: region.address for name, region in packed.regions.items()}
+        return _FoundWeights(addresses, packed, packed.image_bytes, packed.source)
     layout = plan_image(key, specs)
     memory = allocate_private_image(layout)
     for record in layout.regions:
         fill_region(record.name, memory.region_view(record))
-    return {record.name: memory.address + record.offset for record in layout.regions}, memory
+    addresses = {record.name: memory.address + record.offset for record in layout.regions}
+    return _FoundWeights(addresses, memory, layout.image_bytes, "checkpoint")

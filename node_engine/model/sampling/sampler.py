@@ -7,7 +7,9 @@ The logits of a row are processed in this order; each step only if the row's par
     frequency and presence  as OpenAI's: minus frequency_penalty for each occurrence of the token in
                             the output, minus presence_penalty if it occurs at all
     logit_bias              as OpenAI's: added, not scaled by any penalty
-    forbidden tokens        minus infinity; the best token after this step is the greedy result
+    forbidden tokens        minus infinity: tokens that may not be sampled yet, and all that the
+                            grammar of the output does not allow; the best token after this step is
+                            the greedy result
     temperature             divides the logits
     min_p                   Nguyen et al. 2024: keeps tokens that are at least min_p times as likely
                             as the most likely one
@@ -37,6 +39,7 @@ from baton.types import SamplingParams
 from node_engine.core.step.step_batch import SampleSpec, SliceResult
 from node_engine.model.sampling.logprobs import compute_logprobs
 from node_engine.model.sampling.philox import WORD_MASK, Words, philox4x32
+from node_engine.model.sampling.token_masks import apply_masks
 
 Floats = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
@@ -77,6 +80,7 @@ def needs_extra_steps(spec: SampleSpec) -> bool:
     return (
         spec.token_counts is not None
         or bool(spec.forbidden_token_ids or params.logit_bias)
+        or spec.mask is not None
         or params.logprobs is not None
     )
 
@@ -88,16 +92,19 @@ def _pick_tokens(
     tokens: list[int] = rows.argmax(-1).tolist()  # of a row with NaNs, the first of them
     for row, (token, spec) in enumerate(zip(tokens, specs, strict=True)):
         if not math.isfinite(rows[row, token]):
-            raise NodeFailed(
-                "logits are not finite: the model's weights or its KV cache are damaged"
-            )
+            raise damaged_logits_error()
         if spec.params.temperature > 0:
             tokens[row] = draw_token(rows[row], spec)
     return tokens
 
 
+def damaged_logits_error() -> NodeFailed:
+    """For a row whose greatest logit is not finite."""
+    return NodeFailed("logits are not finite: the model's weights or its KV cache are damaged")
+
+
 def _adjust_logits(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> torch.Tensor:
-    """Apply penalties, bias and forbidden tokens to some rows of [rows, vocab]; returns the logits.
+    """Apply penalties, bias, forbidden tokens and masks to rows of [rows, vocab]; returns them all.
 
     Works in place or, where arithmetic needs it, on a float32 copy. All operations are elementwise:
     the result of a row does not depend on other rows.
@@ -118,6 +125,7 @@ def _adjust_logits(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]])
             logits[
                 row, [token for token in spec.forbidden_token_ids if token < logits.shape[1]]
             ] = -math.inf
+    apply_masks(logits, [(row, spec.mask) for row, spec in rows if spec.mask is not None])
     return logits
 
 

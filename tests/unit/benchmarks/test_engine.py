@@ -53,9 +53,9 @@ def test_the_least_time_is_of_bytes_or_of_operations() -> None:
     """The model `small` reads 774.5 MB in a decode step, and the KV of its sequences."""
     rates = CpuRates(70e9, {"bfloat16": 424e9, "int8": 720e9, "float32": 190e9})
     cases: list[EngineCase] = [DecodeCase(1, 160, 16), DecodeCase(16, 160, 16), PrefillCase(512)]
-    rounds = engine.EngineRounds([rates])
+    rounds = engine.EngineRounds()
     for case in cases:
-        rounds.seconds[BF16, case].append(0.1)
+        rounds.samples[BF16, case].append(engine.StepSample(0.1, rates))
     with open_model("small") as model:
         rows = engine._step_rows(rounds, model, [BF16], cases, "command")
     at_one, at_sixteen, prefill = [row.limit for row in rows]
@@ -64,12 +64,30 @@ def test_the_least_time_is_of_bytes_or_of_operations() -> None:
     assert prefill == pytest.approx(512 * 715.8 / 424, rel=0.05)
 
 
-def test_variants_are_compared_round_by_round() -> None:
-    """Other load slows down both in a round: the ratio does not change."""
+def sample_steps(*seconds: float, read_rate: float = 1e9) -> list[engine.StepSample]:
+    rates = CpuRates(read_rate, {"bfloat16": 1e15})
+    return [engine.StepSample(one, rates) for one in seconds]
+
+
+def test_steps_are_compared_with_what_memory_gave_at_their_time() -> None:
+    """Memory that others use slows down reads and steps alike: the share does not change."""
     rounds = engine.EngineRounds()
-    rounds.seconds[BF16, STEP] += [0.02, 0.2, 0.03]
-    rounds.seconds[INT8, STEP] += [0.01, 0.1, 0.01]
-    rounds.seconds[TORCH, STEP] += [0.06, 0.6, 0.06]
+    samples = rounds.samples[BF16, STEP]
+    for slowdown in (1, 3, 2):
+        samples += sample_steps(0.02 * slowdown, read_rate=60e9 / slowdown)
+    with open_model("small") as model:
+        (row,) = engine._step_rows(rounds, model, [BF16], [STEP], "command")
+        least = model.bounds.bound_decode(4, 160, CpuRates(60e9, {"int8": 1e15}).of_steps("int8"))
+    assert row.value == pytest.approx(40.0)
+    assert row.share == pytest.approx(least / 0.02)
+
+
+def test_variants_are_compared_sample_by_sample() -> None:
+    """Other load slows down both at one time: the ratio does not change."""
+    rounds = engine.EngineRounds()
+    rounds.samples[BF16, STEP] += sample_steps(0.02, 0.2, 0.03)
+    rounds.samples[INT8, STEP] += sample_steps(0.01, 0.1, 0.01)
+    rounds.samples[TORCH, STEP] += sample_steps(0.06, 0.6, 0.06)
     rows = engine._ratio_rows(rounds, [BF16, INT8, TORCH], [STEP], "command")
     assert {row.name: row.value for row in rows} == {
         "engine/native/bf16/decode_4_of_torch": pytest.approx(3.0),
@@ -77,9 +95,11 @@ def test_variants_are_compared_round_by_round() -> None:
     }
 
 
-def test_rates_are_medians_of_the_rounds() -> None:
+def test_rates_are_medians_of_the_samples() -> None:
     rates = [CpuRates(read, {"int8": read * 2}) for read in (3.0, 1.0, 2.0)]
-    found = engine.EngineRounds(rates).median_rates()
+    rounds = engine.EngineRounds()
+    rounds.samples[BF16, STEP] += [engine.StepSample(0.1, one) for one in rates]
+    found = rounds.median_rates()
     assert (found.read_bytes, found.products["int8"]) == (2.0, statistics.median((6.0, 2.0, 4.0)))
 
 

@@ -16,7 +16,7 @@ struct AttentionScratch {
   float* maxima;              // [rows]
   float* totals;              // [rows], of the weights
   float* decays;              // [rows], of earlier sums in this group
-  uint32_t* words;            // a row of keys, padded
+  typename Dot::X* decoded;   // [kKeyGroup][sum_stride], of a cache in int8
 
   static int64_t query_stride(int64_t head_dim) { return kvn::round_up(head_dim, 16 * Dot::kStep); }
   static int64_t sum_stride(int64_t head_dim) { return kvn::round_up(head_dim, 16); }
@@ -40,44 +40,78 @@ struct AttentionScratch {
     maxima = reinterpret_cast<float*>(take(rows * 4));
     totals = reinterpret_cast<float*>(take(rows * 4));
     decays = reinterpret_cast<float*>(take(rows * 4));
-    words = reinterpret_cast<uint32_t*>(take(stride * size));
+    decoded = reinterpret_cast<X*>(take(kvn::kKeyGroup * sum_stride(head_dim) * size));
     return used;
   }
 };
 
+// Bytes that the cache has of one token and head: in int8, a scale follows the values.
+template <class Dot>
+static inline int64_t count_row_bytes(const KvnContext& context) {
+  const int64_t dim = context.model.head_dim;
+  if (context.cache.format == KVN_INT8) return dim + static_cast<int64_t>(sizeof(float));
+  return dim * static_cast<int64_t>(sizeof(typename Dot::X));
+}
+
 // The first token of a page: one head of K or V in one layer of one block.
 template <class Dot>
-static inline const typename Dot::X* find_page(const KvnContext& context, int layer, int is_value,
-                                               int64_t head, int64_t block) {
+static inline char* find_page(const KvnContext& context, int layer, int is_value, int64_t head,
+                              int64_t block) {
   const KvnModel& model = context.model;
-  const int64_t page = context.cache.block_size * model.head_dim;
+  const int64_t page = context.cache.block_size * count_row_bytes<Dot>(context);
   const int64_t number =
       ((block * model.num_layers + layer) * 2 + is_value) * model.kv_heads + head;
-  return static_cast<const typename Dot::X*>(context.cache.arena) + number * page;
+  return static_cast<char*>(context.cache.arena) + number * page;
 }
 
 // Where the rows of up to kKeyGroup positions from `begin` on are; those from `end` on repeat the
 // last one.
 template <class Dot>
 static void find_rows(const KvnContext& context, int layer, int is_value, int64_t head,
-                      const int64_t* table, int64_t begin, int64_t end,
-                      const typename Dot::X** rows) {
-  const int64_t size = context.cache.block_size, dim = context.model.head_dim;
+                      const int64_t* table, int64_t begin, int64_t end, const char** rows) {
+  const int64_t size = context.cache.block_size, bytes = count_row_bytes<Dot>(context);
   int64_t position = begin;
   while (position < end) {
     const int64_t first = position % size;
     const int64_t count = size - first < end - position ? size - first : end - position;
-    const typename Dot::X* page =
-        find_page<Dot>(context, layer, is_value, head, table[position / size]) + first * dim;
-    for (int64_t i = 0; i < count; ++i) rows[position - begin + i] = page + i * dim;
+    const char* page =
+        find_page<Dot>(context, layer, is_value, head, table[position / size]) + first * bytes;
+    for (int64_t i = 0; i < count; ++i) rows[position - begin + i] = page + i * bytes;
     position += count;
   }
   for (int64_t i = end - begin; i < kvn::kKeyGroup; ++i) rows[i] = rows[end - begin - 1];
 }
 
+// Fetch rows that are scattered over the cache, before they are read.
+static void prefetch_rows(const char* const* rows, int64_t count, int64_t bytes) {
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(rows[i] + at, _MM_HINT_T0);
+}
+
+// Rows in the model's format: those of the cache, or values times scale of a cache in int8.
+template <class Dot>
+static const char* const* decode_rows(const KvnContext& context, const char* const* rows,
+                                      int64_t count, AttentionScratch<Dot>& scratch,
+                                      const char** decoded) {
+  if (context.cache.format != KVN_INT8) return rows;
+  const int64_t dim = context.model.head_dim, stride = AttentionScratch<Dot>::sum_stride(dim);
+  for (int64_t row = 0; row < count; ++row) {
+    const int8_t* values = reinterpret_cast<const int8_t*>(rows[row]);
+    float scale;
+    __builtin_memcpy(&scale, values + dim, sizeof scale);
+    typename Dot::X* out = scratch.decoded + row * stride;
+    for_lanes(dim, [&](int64_t i, int lanes) {
+      const F16 value = lanes == 16 ? load_i8(values + i) : load_i8_first(values + i, lanes);
+      store_lanes<Dot>(out + i, mul(value, set1(scale)), lanes);
+    });
+    decoded[row] = reinterpret_cast<const char*>(out);
+  }
+  return decoded;
+}
+
 // Pack keys as the weights of a product: [panel of 16 keys][steps][16 keys][kStep].
 template <class Dot>
-static void pack_keys(const typename Dot::X* const* rows, int64_t dim, int64_t num_panels,
+static void pack_keys(const char* const* rows, int64_t dim, int64_t num_panels,
                       AttentionScratch<Dot>& scratch) {
   constexpr int64_t kWordValues = 4 / sizeof(typename Dot::X);
   const int64_t words = kvn::divide_up(dim, kWordValues);
@@ -104,18 +138,21 @@ static void pack_keys(const typename Dot::X* const* rows, int64_t dim, int64_t n
 }
 
 // Pack values as the weights of a product: [panel of 16 dimensions][steps of keys][16][kStep].
-static void pack_values(const float* const* rows, int64_t dim, int64_t num_keys,
+static void pack_values(const char* const* rows, int64_t dim, int64_t num_keys,
                         AttentionScratch<DotF32>& scratch) {
-  for (int64_t key = 0; key < num_keys; ++key)
+  for (int64_t key = 0; key < num_keys; ++key) {
+    const float* row = reinterpret_cast<const float*>(rows[key]);
     for_lanes(dim, [&](int64_t i, int lanes) {
-      store(scratch.values + (i * kvn::kKeyGroup) + key * 16, load_floats(rows[key] + i, lanes));
+      store(scratch.values + i * kvn::kKeyGroup + key * 16, load_floats(row + i, lanes));
     });
+  }
 }
-static void pack_values(const uint16_t* const* rows, int64_t dim, int64_t num_keys,
+static void pack_values(const char* const* rows, int64_t dim, int64_t num_keys,
                         AttentionScratch<DotBF16>& scratch) {
   for (int64_t key = 0; key < num_keys; key += 2)
     for_lanes(dim, [&](int64_t i, int lanes) {
-      const uint16_t *a = rows[key] + i, *b = rows[key + 1] + i;
+      const uint16_t* a = reinterpret_cast<const uint16_t*>(rows[key]) + i;
+      const uint16_t* b = reinterpret_cast<const uint16_t*>(rows[key + 1]) + i;
       uint16_t copies[2][16] = {};
       if (lanes < 16) {
         __builtin_memcpy(copies[0], a, sizeof(uint16_t) * static_cast<size_t>(lanes));
@@ -160,10 +197,11 @@ static inline void weigh_row(AttentionScratch<Dot>& scratch, int64_t row, int64_
   scratch.maxima[row] = maximum;
 }
 
-// Attend one group of keys, from position `group` on.
+// Attend one group of keys, from position `group` on. `keys` and `values` are their rows.
 template <class Dot>
-static void attend_group(const KvnContext& context, int layer, int64_t head, const QueryTile& tile,
-                         int64_t heads_per_kv, int64_t group, AttentionScratch<Dot>& scratch) {
+static void attend_group(const KvnContext& context, int layer, const QueryTile& tile,
+                         int64_t heads_per_kv, int64_t group, const char* const* keys,
+                         const char* const* values, AttentionScratch<Dot>& scratch) {
   const int64_t dim = context.model.head_dim, rows = tile.count * heads_per_kv;
   const int64_t last = tile.position + tile.count;  // the end of what any query sees
   const int64_t end = group + kvn::kKeyGroup < last ? group + kvn::kKeyGroup : last;
@@ -171,10 +209,11 @@ static void attend_group(const KvnContext& context, int layer, int64_t head, con
   const int64_t window = context.model.layers[layer].window;
   const int64_t stride = AttentionScratch<Dot>::query_stride(dim);
   const int64_t sum_stride = AttentionScratch<Dot>::sum_stride(dim);
-  const typename Dot::X* found[kvn::kKeyGroup];
-  find_rows<Dot>(context, layer, 0, head, tile.table, group, end, found);
-  pack_keys<Dot>(found, dim, num_keys / 16, scratch);
-  multiply<Dot>(scratch.query, stride, rows, scratch.keys, stride * 16, num_keys / 16,
+  const char* decoded[kvn::kKeyGroup];
+  pack_keys<Dot>(decode_rows<Dot>(context, keys, num_keys, scratch, decoded), dim, num_keys / 16,
+                 scratch);
+  const RowPlan<Dot> plan = RowPlan<Dot>::unpacked(rows);
+  multiply<Dot>(plan, scratch.query, stride, rows, scratch.keys, stride * 16, num_keys / 16,
                 stride / Dot::kStep,
                 [&](const Tile<Dot>& found_scores) {
                   for (int64_t r = 0; r < found_scores.num_rows; ++r)
@@ -189,9 +228,9 @@ static void attend_group(const KvnContext& context, int layer, int64_t head, con
     weigh_row<Dot>(scratch, row, num_keys, visible_from - group, position + 1 - group,
                    1.0f / __builtin_sqrtf(static_cast<float>(dim)));
   }
-  find_rows<Dot>(context, layer, 1, head, tile.table, group, end, found);
-  pack_values(found, dim, num_keys, scratch);
-  multiply<Dot>(scratch.weights, kvn::kKeyGroup, rows, scratch.values, kvn::kKeyGroup * 16,
+  pack_values(decode_rows<Dot>(context, values, num_keys, scratch, decoded), dim, num_keys,
+              scratch);
+  multiply<Dot>(plan, scratch.weights, kvn::kKeyGroup, rows, scratch.values, kvn::kKeyGroup * 16,
                 sum_stride / 16, num_keys / Dot::kStep,
                 [&](const Tile<Dot>& weighted) {
                   for (int64_t r = 0; r < weighted.num_rows; ++r) {
@@ -233,9 +272,22 @@ static void attend_tile(const KvnContext& context, int layer, int64_t head, cons
   }
   const int64_t window = model.layers[layer].window;
   const int64_t oldest = window > 0 && tile.position + 1 > window ? tile.position + 1 - window : 0;
-  for (int64_t group = oldest / kvn::kKeyGroup * kvn::kKeyGroup;
-       group < tile.position + tile.count; group += kvn::kKeyGroup)
-    attend_group<Dot>(context, layer, head, tile, heads_per_kv, group, scratch);
+  const int64_t last = tile.position + tile.count;
+  const char* keys[2][kvn::kKeyGroup];
+  const char* values[kvn::kKeyGroup];
+  const auto fetch = [&](int is_value, int64_t begin, const char** found) {
+    if (begin >= last) return;
+    const int64_t end = begin + kvn::kKeyGroup < last ? begin + kvn::kKeyGroup : last;
+    find_rows<Dot>(context, layer, is_value, head, tile.table, begin, end, found);
+    prefetch_rows(found, end - begin, count_row_bytes<Dot>(context));
+  };
+  int64_t group = oldest / kvn::kKeyGroup * kvn::kKeyGroup;
+  fetch(0, group, keys[0]);
+  for (int turn = 0; group < last; group += kvn::kKeyGroup, turn ^= 1) {
+    fetch(1, group, values);
+    fetch(0, group + kvn::kKeyGroup, keys[turn ^ 1]);
+    attend_group<Dot>(context, layer, tile, heads_per_kv, group, keys[turn], values, scratch);
+  }
   typename Dot::X* attended = context.work.activation.as<typename Dot::X>();
   for (int64_t row = 0; row < rows; ++row) {
     typename Dot::X* out = attended + (out_row + row / heads_per_kv) * context.activation_stride +

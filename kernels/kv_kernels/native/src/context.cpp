@@ -55,6 +55,16 @@ bool reserve_buffers(KvnContext& context, int64_t rows) {
                                 work.row_scales.reserve(rows * 4)));
 }
 
+// Memory of each member: for attention, and for the rows of a product with `in` inputs.
+bool reserve_scratch(KvnContext& context, int64_t in) {
+  const KvnModel& model = context.model;
+  const int64_t rows = count_tile_positions(model) * count_heads_per_kv(model);
+  const int64_t words = divide_up(in * count_element_bytes(model.format), 4);
+  const int64_t bytes = round_up(context.kernels->count_scratch_bytes(model, rows, words), 4096);
+  if (bytes > context.scratch_bytes) context.scratch_bytes = bytes;
+  return context.work.scratch.reserve(context.scratch_bytes * context.team->size());
+}
+
 bool is_valid(const KvnContext& context, const KvnStep& step) {
   const int64_t size = context.cache.block_size;
   int64_t row = 0;
@@ -144,12 +154,11 @@ KvnContext* kvn_create(const KvnModel* model, int32_t threads) {
   const int64_t widest = attended > model->hidden ? attended : model->hidden;
   context->activation_stride = kvn::round_up(widest, 16);
   context->inner_stride = kvn::round_up(model->intermediate, 16);
-  const int64_t rows = kvn::count_tile_positions(*model) * kvn::count_heads_per_kv(*model);
-  context->scratch_bytes = kvn::round_up(kernels->count_scratch_bytes(*model, rows), 4096);
   context->team = kvn::ThreadTeam::create(threads);
-  if (context->team != nullptr &&
-      context->work.scratch.reserve(context->scratch_bytes * threads))
-    return context;
+  const int64_t most_inputs = context->activation_stride > context->inner_stride
+                                  ? context->activation_stride
+                                  : context->inner_stride;
+  if (context->team != nullptr && kvn::reserve_scratch(*context, most_inputs)) return context;
   kvn_destroy(context);
   return nullptr;
 }
@@ -185,13 +194,23 @@ int32_t kvn_compute_logits(KvnContext* context, int64_t first, int64_t count, fl
   return KVN_OK;
 }
 
+int32_t kvn_pick_tokens(KvnContext* context, float* logits, int64_t rows, const KvnDraw* draws,
+                        int64_t* tokens) {
+  if (rows < 1) return KVN_BAD_ARGUMENT;
+  const int64_t floats = 2 * kvn::round_up(context->model.vocab, 16);
+  if (!context->work.candidates.reserve(floats * 4 * context->team->size()))
+    return KVN_OUT_OF_MEMORY;
+  context->kernels->pick_tokens(*context, logits, rows, draws, tokens);
+  return KVN_OK;
+}
+
 int32_t kvn_multiply(KvnContext* context, const KvnLinear* linear, const void* x, int64_t rows,
                      float* out) {
   if (rows < 1 || linear->in < 1 || linear->out < 1) return KVN_BAD_ARGUMENT;
   kvn::Workspace& work = context->work;
   const int64_t stride = kvn::round_up(linear->in, 64);
   if (!work.inner.reserve(rows * stride * 4) || !work.quantized.reserve(rows * stride) ||
-      !work.row_scales.reserve(rows * 4))
+      !work.row_scales.reserve(rows * 4) || !kvn::reserve_scratch(*context, linear->in))
     return KVN_OUT_OF_MEMORY;
   context->kernels->multiply(*context, *linear, x, rows, out);
   return KVN_OK;

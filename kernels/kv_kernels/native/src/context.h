@@ -59,7 +59,8 @@ struct Workspace {
   Buffer angles;      // float [rows][2][head_dim / 2]: cosines, sines
   Buffer quantized;   // uint8 [rows][stride]
   Buffer row_scales;  // float [rows]
-  Buffer scratch;     // of attention: [threads][scratch_bytes]
+  Buffer scratch;     // of one member's task: [threads][scratch_bytes]
+  Buffer candidates;  // of drawing: float [threads][2][vocab], rounded up
   Buffer tiles;       // QueryTile, of all rows and of sampled rows
 };
 
@@ -81,6 +82,9 @@ struct KvnContext {
   int64_t scratch_bytes = 0;
   bool has_int8 = false;
 
+  __attribute__((always_inline)) char* scratch_of(int member) const {
+    return work.scratch.as<char>() + member * scratch_bytes;
+  }
   // All rows pass through the last layer.
   __attribute__((always_inline)) bool is_all_sampled() const { return step.num_sampled == step.num_rows; }
 };
@@ -94,7 +98,9 @@ struct Kernels {
   void (*compute_logits)(KvnContext& context, int64_t first, int64_t count, float* logits);
   void (*multiply)(KvnContext& context, const KvnLinear& linear, const void* x, int64_t rows,
                    float* out);
-  int64_t (*count_scratch_bytes)(const KvnModel& model, int64_t rows);
+  int64_t (*count_scratch_bytes)(const KvnModel& model, int64_t rows, int64_t steps);
+  void (*pick_tokens)(KvnContext& context, float* logits, int64_t rows, const KvnDraw* draws,
+                      int64_t* tokens);
 };
 
 extern const Kernels avx512_kernels;

@@ -54,8 +54,25 @@ static void normalize_rows(KvnContext& context, const float* weight, int64_t row
   });
 }
 
-// Quantize rows symmetrically by their largest magnitude, as unsigned numbers around 128. A row that
-// is not finite gets a scale that is not, so that its row of the product is NaN.
+// The largest magnitude of a row, at least kMinPeak, by which it is quantized symmetrically; NaN if
+// a value of the row is not finite.
+template <class Load>  // load(index, lanes)
+static inline float find_peak(int64_t width, Load&& load_values) {
+  F16 largest = set1(kMinPeak), poison = zero();  // NaN if any value is not finite
+  for_lanes(width, [&](int64_t i, int lanes) {
+    const F16 value = load_values(i, lanes);
+    largest = max(largest, abs(value));
+    poison = fma(value, zero(), poison);
+  });
+  return reduce_max(largest) + reduce_add(poison);
+}
+
+static inline F16 quantize(F16 value, F16 inverse) {
+  return max(set1(-127.0f), min(round_to_even(mul(value, inverse)), set1(127.0f)));
+}
+
+// Quantize rows as unsigned numbers around 128. A row that is not finite gets a scale that is not,
+// so that its row of the product is NaN.
 template <class Dot>
 static void quantize_rows(KvnContext& context, const typename Dot::X* x, int64_t stride,
                           int64_t width, int64_t rows) {
@@ -63,21 +80,43 @@ static void quantize_rows(KvnContext& context, const typename Dot::X* x, int64_t
   share_rows(*context.team, rows, [&](int64_t row) {
     const typename Dot::X* from = x + row * stride;
     uint8_t* to = context.work.quantized.as<uint8_t>() + row * padded;
-    F16 largest = set1(kMinPeak), poison = zero();  // NaN if any value is not finite
-    for_lanes(width, [&](int64_t i, int lanes) {
-      const F16 value = load_lanes<Dot>(from + i, lanes);
-      largest = max(largest, abs(value));
-      poison = fma(value, zero(), poison);
-    });
-    const float peak = reduce_max(largest);
+    const float peak = find_peak(
+        width, [&](int64_t i, int lanes) { return load_lanes<Dot>(from + i, lanes); });
     const F16 inverse = set1(127.0f / peak);
     for_lanes(width, [&](int64_t i, int lanes) {
-      const F16 value = round_to_even(mul(load_lanes<Dot>(from + i, lanes), inverse));
-      store_u8(to + i, add(max(set1(-127.0f), min(value, set1(127.0f))), set1(128.0f)));
+      store_u8(to + i, add(quantize(load_lanes<Dot>(from + i, lanes), inverse), set1(128.0f)));
     });
     for (int64_t i = width; i < padded; ++i) to[i] = 128;
-    context.work.row_scales.as<float>()[row] = peak / 127.0f + reduce_add(poison);
+    context.work.row_scales.as<float>()[row] = peak / 127.0f;
   });
+}
+
+// Write one row of K or V to a cache in int8: values, and their scale. Those of a row that is not
+// finite are 0, and its scale is NaN.
+static inline void write_int8_row(const float* from, int64_t dim, char* to) {
+  const float peak =
+      find_peak(dim, [&](int64_t i, int lanes) { return load_floats(from + i, lanes); });
+  const float scale = peak / 127.0f;
+  int8_t* values = reinterpret_cast<int8_t*>(to);
+  if (peak == peak) {
+    const F16 inverse = set1(127.0f / peak);
+    for_lanes(dim, [&](int64_t i, int lanes) {
+      const F16 value = quantize(load_floats(from + i, lanes), inverse);
+      if (lanes == 16) {
+        store_i8(values + i, value);
+      } else {
+        store_i8_first(values + i, value, lanes);
+      }
+    });
+  } else {
+    __builtin_memset(values, 0, static_cast<size_t>(dim));
+  }
+  __builtin_memcpy(values + dim, &scale, sizeof scale);
+}
+
+// Whether the rows of a product are packed first: then one pass over the weights is enough.
+static inline bool is_packed(int64_t rows) {
+  return rows >= kMinPackedRows && rows <= kMaxPackedRows;
 }
 
 // How a product is cut into tasks: blocks of rows that stay in a cache, times groups of panels.
@@ -86,7 +125,7 @@ struct ProductTasks {
 
   ProductTasks(int64_t num_rows, int64_t num_panels, int64_t row_bytes, int members)
       : rows(num_rows), rows_each(num_rows), panels(num_panels), panels_each(kPanelsPerTask) {
-    if (rows > kMaxSinglePassRows) {
+    if (rows > kMaxSinglePassRows && !is_packed(rows)) {
       int64_t most = kRowBlockBytes / row_bytes / kBlockedRows * kBlockedRows;
       if (most < kBlockedRows) most = kBlockedRows;
       const int64_t blocks = kvn::divide_up(rows, most);
@@ -131,18 +170,27 @@ inline F16 finish_sums<DotInt8>(const KvnLinear& linear, const int32_t* sums, in
 // Share the tasks of a product; `store_row(row, panel, panels, values)` gets the finished sums of a
 // row, of `panels` panels of 16 each.
 template <class Dot, class StoreRow>
-static void share_product(KvnContext& context, const KvnLinear& linear, const typename Dot::X* x,
-                          int64_t stride, int64_t rows, StoreRow&& store_row) {
+static void share_product(KvnContext& context, int member, const KvnLinear& linear,
+                          const typename Dot::X* x, int64_t stride, int64_t rows,
+                          StoreRow&& store_row) {
   const int64_t steps = kvn::divide_up(linear.in, Dot::kStep);
   const int64_t outputs = kvn::divide_up(linear.out, kvn::kPanel) * (linear.is_gated ? 2 : 1);
   const ProductTasks tasks(rows, outputs, stride * static_cast<int64_t>(sizeof(*x)),
                            context.team->size());
   const auto* weights = static_cast<const typename Dot::W*>(linear.weights);
   const int64_t panel_stride = steps * 16 * Dot::kStep;
+  const bool packs = is_packed(rows);
+  if (packs) {  // each member has a copy in a cache of its own
+    auto* packed = reinterpret_cast<uint32_t*>(context.scratch_of(member));
+    pack_rows(reinterpret_cast<const uint32_t*>(x), stride / Dot::kStep, rows, steps, packed);
+    x = reinterpret_cast<const typename Dot::X*>(packed);
+  }
   share_tasks(*context.team, tasks.count(), [&](int64_t task) {
     const int64_t row0 = tasks.first_row(task), panel0 = tasks.first_panel(task);
-    multiply<Dot>(x + row0 * stride, stride, tasks.num_rows(task), weights + panel0 * panel_stride,
-                  panel_stride, tasks.num_panels(task), steps,
+    const int64_t count = tasks.num_rows(task);
+    const auto plan = packs ? RowPlan<Dot>::packed(count) : RowPlan<Dot>::unpacked(count);
+    multiply<Dot>(plan, x + row0 * stride, stride, count,
+                  weights + panel0 * panel_stride, panel_stride, tasks.num_panels(task), steps,
                   [&](const Tile<Dot>& tile) {
                     F16 values[4];
                     const int64_t panel = panel0 + tile.first_panel;
@@ -160,14 +208,15 @@ static void share_product(KvnContext& context, const KvnLinear& linear, const ty
 
 // As share_product, for rows in the model's format, quantized first if the matrix is int8.
 template <class Dot, class StoreRow>
-static void share_linear(KvnContext& context, const KvnLinear& linear, const typename Dot::X* x,
-                         int64_t stride, int64_t rows, StoreRow&& store_row) {
+static void share_linear(KvnContext& context, int member, const KvnLinear& linear,
+                         const typename Dot::X* x, int64_t stride, int64_t rows,
+                         StoreRow&& store_row) {
   if (linear.format != KVN_INT8) {
-    share_product<Dot>(context, linear, x, stride, rows, store_row);
+    share_product<Dot>(context, member, linear, x, stride, rows, store_row);
     return;
   }
   quantize_rows<Dot>(context, x, stride, linear.in, rows);
-  share_product<DotInt8>(context, linear, context.work.quantized.as<uint8_t>(),
+  share_product<DotInt8>(context, member, linear, context.work.quantized.as<uint8_t>(),
                          kvn::round_up(linear.in, 64), rows, store_row);
 }
 
@@ -195,6 +244,7 @@ template <class Dot>
 static void finish_qkv(KvnContext& context, int layer, const KvnSlice& slice, int64_t row) {
   const KvnModel& model = context.model;
   const int64_t dim = model.head_dim, size = context.cache.block_size;
+  const int64_t bytes = count_row_bytes<Dot>(context);
   const int64_t position = slice.position + row - slice.first_row;
   const int64_t block = context.step.block_tables[slice.table_begin + position / size];
   float* qkv = context.work.qkv.as<float>() + row * (model.heads + 2 * model.kv_heads) * dim;
@@ -210,18 +260,21 @@ static void finish_qkv(KvnContext& context, int layer, const KvnSlice& slice, in
   for (int64_t index = 0; index < 2 * model.kv_heads; ++index) {
     const int is_value = index >= model.kv_heads;
     const float* from = qkv + (model.heads + index) * dim;
-    auto* to = const_cast<typename Dot::X*>(
-                   find_page<Dot>(context, layer, is_value, index % model.kv_heads, block)) +
-               position % size * dim;
-    for_lanes(dim, [&](int64_t i, int lanes) {
-      store_lanes<Dot>(to + i, load_floats(from + i, lanes), lanes);
-    });
+    char* to = find_page<Dot>(context, layer, is_value, index % model.kv_heads, block) +
+               position % size * bytes;
+    if (context.cache.format == KVN_INT8) {
+      write_int8_row(from, dim, to);
+    } else {
+      auto* row_values = reinterpret_cast<typename Dot::X*>(to);
+      for_lanes(dim, [&](int64_t i, int lanes) {
+        store_lanes<Dot>(row_values + i, load_floats(from + i, lanes), lanes);
+      });
+    }
     // What follows the sequence's newest token in its block is zero, not what was there before.
     const bool is_last = row + 1 == slice.first_row + slice.num_rows;
     const int64_t begun = slice.position + slice.num_rows;
     if (is_last && begun % size && begun / size * size >= slice.position)
-      __builtin_memset(to + dim, 0,
-                       static_cast<size_t>((size - begun % size) * dim) * sizeof(*to));
+      __builtin_memset(to + bytes, 0, static_cast<size_t>((size - begun % size) * bytes));
   }
 }
 
@@ -235,13 +288,13 @@ static inline const KvnSlice& find_slice(const KvnStep& step, int64_t row) {
 }
 
 template <class Dot>
-static void run_first_half(KvnContext& context, int layer) {
+static void run_first_half(KvnContext& context, int layer, int member) {
   const KvnModel& model = context.model;
   const KvnLayer& weights = model.layers[layer];
   const int64_t rows = context.step.num_rows, channels = weights.qkv.out;
   normalize_rows<Dot>(context, weights.attention_norm, rows);
   float* qkv = context.work.qkv.as<float>();
-  share_linear<Dot>(context, weights.qkv, context.work.activation.as<typename Dot::X>(),
+  share_linear<Dot>(context, member, weights.qkv, context.work.activation.as<typename Dot::X>(),
                     context.activation_stride, rows,
                     [&](int64_t row, int64_t panel, int panels, const F16* values) {
                       store_panels(qkv + row * channels, channels, panel, panels, values);
@@ -266,7 +319,7 @@ template <class Dot>
 static void attend(KvnContext& context, int layer, const QueryTiles& queries, bool is_sampled,
                    int member) {
   const int64_t kv_heads = context.model.kv_heads;
-  char* scratch = context.work.scratch.as<char>() + member * context.scratch_bytes;
+  char* scratch = context.scratch_of(member);
   share_tasks(*context.team, queries.count * kv_heads, [&](int64_t task) {
     // The last tiles of a prompt see the most keys: they come first.
     const int64_t index = queries.count - 1 - task / kv_heads;
@@ -298,16 +351,16 @@ static void run_second_half(KvnContext& context, int layer, int member) {
       store_floats(sum, add(load_floats(sum, lanes), values[c]), lanes);
     }
   };
-  share_linear<Dot>(context, weights.output, activation, context.activation_stride, rows,
+  share_linear<Dot>(context, member, weights.output, activation, context.activation_stride, rows,
                     add_to_hidden);
   normalize_rows<Dot>(context, weights.mlp_norm, rows);
-  share_linear<Dot>(context, weights.gate_up, activation, context.activation_stride, rows,
+  share_linear<Dot>(context, member, weights.gate_up, activation, context.activation_stride, rows,
                     [&](int64_t row, int64_t panel, int panels, const F16* values) {
                       X* out = inner + row * context.inner_stride + panel / 2 * 16;
                       for (int c = 0; c + 1 < panels; c += 2)
                         Numbers<Dot>::store(out + c / 2 * 16, silu_mul(values[c], values[c + 1]));
                     });
-  share_linear<Dot>(context, weights.down, inner, context.inner_stride, rows, add_to_hidden);
+  share_linear<Dot>(context, member, weights.down, inner, context.inner_stride, rows, add_to_hidden);
 }
 
 template <class Dot>
@@ -341,7 +394,7 @@ static void run_halves_member(void* argument, int member) {
   const HalvesJob& job = *static_cast<HalvesJob*>(argument);
   for (int half = job.first; half < job.end; ++half) {
     if (half % 2 == 0) {
-      run_first_half<Dot>(*job.context, half / 2);
+      run_first_half<Dot>(*job.context, half / 2, member);
     } else {
       run_second_half<Dot>(*job.context, half / 2, member);
     }
@@ -355,7 +408,7 @@ struct LogitsJob {
 };
 
 template <class Dot>
-static void compute_logits_member(void* argument, int) {
+static void compute_logits_member(void* argument, int member) {
   const LogitsJob& job = *static_cast<LogitsJob*>(argument);
   KvnContext& context = *job.context;
   const KvnModel& model = context.model;
@@ -367,7 +420,7 @@ static void compute_logits_member(void* argument, int) {
               [&](int64_t i, int lanes, F16 value) { store_lanes<Dot>(out + i, value, lanes); });
     for (int64_t i = model.hidden; i < kvn::round_up(model.hidden, 4); ++i) out[i] = 0;
   });
-  share_linear<Dot>(context, model.head, context.work.activation.as<X>(),
+  share_linear<Dot>(context, member, model.head, context.work.activation.as<X>(),
                     context.activation_stride, job.count,
                     [&](int64_t row, int64_t panel, int panels, const F16* values) {
                       store_panels(job.logits + row * model.vocab, model.vocab, panel, panels,
@@ -406,7 +459,7 @@ struct ProductJob {
 };
 
 template <class Dot>
-static void multiply_member(void* argument, int) {
+static void multiply_member(void* argument, int member) {
   const ProductJob& job = *static_cast<ProductJob*>(argument);
   KvnContext& context = *job.context;
   using X = typename Dot::X;
@@ -416,7 +469,7 @@ static void multiply_member(void* argument, int) {
     for (int64_t i = 0; i < stride; ++i)
       padded[row * stride + i] = i < in ? static_cast<const X*>(job.x)[row * in + i] : X(0);
   });
-  share_linear<Dot>(context, *job.linear, padded, stride, job.rows,
+  share_linear<Dot>(context, member, *job.linear, padded, stride, job.rows,
                     [&](int64_t row, int64_t panel, int panels, const F16* values) {
                       if (!job.linear->is_gated) {
                         store_panels(job.out + row * out, out, panel, panels, values);
@@ -436,7 +489,9 @@ static void multiply_rows(KvnContext& context, const KvnLinear& linear, const vo
   context.team->run(is_bf16 ? multiply_member<DotBF16> : multiply_member<DotF32>, &job);
 }
 
-static int64_t count_scratch_bytes(const KvnModel& model, int64_t rows) {
-  AttentionScratch<DotF32> wide;
-  return wide.place(nullptr, rows, model.head_dim);
+// Of a member that attends for `rows` query rows, or packs rows for a product of `steps` steps.
+static int64_t count_scratch_bytes(const KvnModel& model, int64_t rows, int64_t steps) {
+  const int64_t attention = AttentionScratch<DotF32>().place(nullptr, rows, model.head_dim);
+  const int64_t packed = (kMaxPackedRows * steps + 16) * 4;
+  return attention > packed ? attention : packed;
 }

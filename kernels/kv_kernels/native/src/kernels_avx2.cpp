@@ -7,9 +7,10 @@ namespace avx2 {
 #include "products.inl"
 #include "attention.inl"
 #include "forward.inl"
+#include "sampling.inl"
 }  // namespace avx2
 
 namespace kvn {
 const Kernels avx2_kernels = {avx2::start_step, avx2::run_halves, avx2::compute_logits,
-                              avx2::multiply_rows, avx2::count_scratch_bytes};
+                              avx2::multiply_rows, avx2::count_scratch_bytes, avx2::pick_tokens};
 }

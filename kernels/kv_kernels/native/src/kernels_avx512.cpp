@@ -7,9 +7,10 @@ namespace avx512 {
 #include "products.inl"
 #include "attention.inl"
 #include "forward.inl"
+#include "sampling.inl"
 }  // namespace avx512
 
 namespace kvn {
 const Kernels avx512_kernels = {avx512::start_step, avx512::run_halves, avx512::compute_logits,
-                              avx512::multiply_rows, avx512::count_scratch_bytes};
+                              avx512::multiply_rows, avx512::count_scratch_bytes, avx512::pick_tokens};
 }

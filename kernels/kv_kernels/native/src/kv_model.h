@@ -39,7 +39,7 @@ struct KvnLayer {
 };
 
 struct KvnModel {
-  int32_t format;  // of activations and KV cache: KVN_FLOAT32 or KVN_BFLOAT16
+  int32_t format;  // of activations: KVN_FLOAT32 or KVN_BFLOAT16
   int32_t num_layers;
   int64_t hidden;
   int64_t intermediate;
@@ -55,11 +55,13 @@ struct KvnModel {
   KvnLinear head;
 };
 
-// The paged cache: [blocks][layers][2][kv_heads][block_size][head_dim] in the model's format.
+// The paged cache: [blocks][layers][2][kv_heads][block_size] rows of head_dim numbers, which in int8
+// are followed by the float32 scale of the row.
 struct KvnCache {
   void* arena;
   int64_t num_blocks;
   int64_t block_size;
+  int32_t format;  // the model's, or KVN_INT8
 };
 
 // Consecutive rows of a step: tokens of one sequence from `position` on.
@@ -101,6 +103,23 @@ KVN_EXPORT int32_t kvn_run_halves(KvnContext* context, int32_t first, int32_t en
 // Logits [count][vocab] of sampled rows from `first` on.
 KVN_EXPORT int32_t kvn_compute_logits(KvnContext* context, int64_t first, int64_t count,
                                       float* logits);
+
+// How a token is drawn: softmax(logits / temperature), restricted by min_p, top_k and top_p in this
+// order, with noise that depends on seed, position, choice and token alone.
+struct KvnDraw {
+  double top_p;       // 1: all
+  uint64_t seed;
+  int64_t top_k;      // 0: all
+  float temperature;  // 0: the greatest logit
+  float min_logit;    // logarithm of min_p; minus infinity: all
+  uint32_t position;
+  uint32_t choice;
+};
+
+// Draw a token for each row of logits [rows][vocab], which are overwritten. A token is -1 if the
+// greatest logit of its row is not finite.
+KVN_EXPORT int32_t kvn_pick_tokens(KvnContext* context, float* logits, int64_t rows,
+                                   const KvnDraw* draws, int64_t* tokens);
 
 // The product of `rows` rows [rows][in] in the model's format with one matrix: [rows][out] floats,
 // for a gated matrix SiLU(gate) * up. As a forward pass computes it, without one.

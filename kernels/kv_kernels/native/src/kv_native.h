@@ -1,10 +1,10 @@
 // The C ABI of the native CPU kernels. kv_kernels/native/prototypes.py declares the same functions
-// for Python; KVN_ABI_VERSION counts up whenever a declared function changes.
+// for Python; KVN_ABI_VERSION counts up whenever a declared function or structure changes.
 #pragma once
 
 #include <cstdint>
 
-#define KVN_ABI_VERSION 1
+#define KVN_ABI_VERSION 2
 
 #define KVN_EXPORT extern "C" __attribute__((visibility("default")))
 

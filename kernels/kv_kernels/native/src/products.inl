@@ -4,10 +4,14 @@
 // Every output is the sum over K in ascending order by one accumulator, whatever the number of rows:
 // a row's result does not depend on the other rows.
 
-constexpr int64_t kPrefetchBytes = 1536;  // ahead of the weights that are read
+// Bytes between the weights that are read and those that are fetched into the L2 cache meanwhile.
+// From there they are streamed into the L1 cache by the CPU itself. The more rows are multiplied,
+// the longer a line of weights is in use, and the fewer panels are read at once.
+static inline constexpr int64_t prefetch_bytes(int panels) { return panels >= 4 ? 1024 : 4096; }
 
-template <class Dot, int R, int C>
-static void multiply_tile(const typename Dot::X* x, ptrdiff_t stride,
+// Rows are [R][row_stride], or, packed, [step][R][kStep].
+template <class Dot, int R, int C, bool kIsPacked>
+static void multiply_tile(const typename Dot::X* x, ptrdiff_t row_stride,
                           const typename Dot::W* const* panels, int64_t steps,
                           typename Dot::Out* out) {  // [R][C][16]
   typename Dot::Acc acc[R][C];
@@ -24,11 +28,12 @@ static void multiply_tile(const typename Dot::X* x, ptrdiff_t stride,
     for (int c = 0; c < C; ++c) {
       const typename Dot::W* at = w[c] + k * 16 * Dot::kStep;
       weights[c] = Dot::load_weights(at);
-      _mm_prefetch(reinterpret_cast<const char*>(at) + kPrefetchBytes, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(at) + prefetch_bytes(C), _MM_HINT_T1);
     }
+    const typename Dot::X* inputs = x + k * Dot::kStep * (kIsPacked ? R : 1);
 #pragma GCC unroll 24
     for (int r = 0; r < R; ++r) {
-      const auto value = Dot::broadcast(x + r * stride + k * Dot::kStep);
+      const auto value = Dot::broadcast(inputs + r * (kIsPacked ? Dot::kStep : row_stride));
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) acc[r][c] = Dot::accumulate(acc[r][c], value, weights[c]);
     }
@@ -46,17 +51,22 @@ using TileFunction = void (*)(const typename Dot::X*, ptrdiff_t, const typename 
 template <class Dot, int R>
 struct TileChooser {
   static TileFunction<Dot> single_pass(int rows) {
-    if (rows == R) return &multiply_tile<Dot, R, panels_at_once(R)>;
+    if (rows == R) return &multiply_tile<Dot, R, panels_at_once(R), false>;
     return TileChooser<Dot, R - 1>::single_pass(rows);
   }
+  static TileFunction<Dot> packed(int rows) {
+    if (rows == R) return &multiply_tile<Dot, R, panels_at_once(R), true>;
+    return TileChooser<Dot, R - 1>::packed(rows);
+  }
   static TileFunction<Dot> blocked(int rows) {
-    if (rows == R) return &multiply_tile<Dot, R, kBlockedPanels>;
+    if (rows == R) return &multiply_tile<Dot, R, kBlockedPanels, false>;
     return TileChooser<Dot, R - 1>::blocked(rows);
   }
 };
 template <class Dot>
 struct TileChooser<Dot, 0> {
   static TileFunction<Dot> single_pass(int) { return nullptr; }
+  static TileFunction<Dot> packed(int) { return nullptr; }
   static TileFunction<Dot> blocked(int) { return nullptr; }
 };
 
@@ -73,38 +83,78 @@ struct Tile {
   }
 };
 
+// How some number of rows is multiplied.
+template <class Dot>
+struct RowPlan {
+  int64_t rows_at_once;
+  int panels_at_once;
+  TileFunction<Dot> whole, last;  // for `rows_at_once` rows, and for those left in the end
+
+  // All rows in one pass over the weights if they are few, else by blocks.
+  static RowPlan unpacked(int64_t rows) {
+    const int count = static_cast<int>(rows);
+    if (rows <= kMaxSinglePassRows)
+      return {rows, ISA::panels_at_once(count), TileChooser<Dot, kMaxSinglePassRows>::single_pass(count),
+              nullptr};
+    return {kBlockedRows, kBlockedPanels, TileChooser<Dot, kBlockedRows>::blocked(kBlockedRows),
+            TileChooser<Dot, kBlockedRows>::blocked(count % kBlockedRows)};
+  }
+  // One pass over the weights for packed rows.
+  static RowPlan packed(int64_t rows) {
+    const int count = static_cast<int>(rows);
+    return {rows, ISA::panels_at_once(count), TileChooser<Dot, kMaxPackedRows>::packed(count), nullptr};
+  }
+};
+
 // Multiply `rows` rows with `num_panels` panels; calls use_tile(tile) for each tile. Tiles start at
 // even panels, and have an even number of them unless the last is missing.
 template <class Dot, class UseTile>
-static void multiply(const typename Dot::X* x, ptrdiff_t stride, int64_t rows,
-                     const typename Dot::W* weights, ptrdiff_t panel_stride, int64_t num_panels,
-                     int64_t steps, UseTile&& use_tile) {
-  constexpr int kMaxRows = kMaxSinglePassRows > kBlockedRows ? kMaxSinglePassRows : kBlockedRows;
-  alignas(64) typename Dot::Out sums[kMaxRows * 4 * 16];
-  const bool is_single = rows <= kMaxSinglePassRows;
-  const int at_once = is_single ? panels_at_once(static_cast<int>(rows)) : kBlockedPanels;
-  const int per_tile = at_once < 2 ? 2 : at_once;
-  const int64_t rows_at_once = is_single ? rows : kBlockedRows;
-  const TileFunction<Dot> whole =
-      is_single ? TileChooser<Dot, kMaxSinglePassRows>::single_pass(static_cast<int>(rows))
-                : TileChooser<Dot, kBlockedRows>::blocked(kBlockedRows);
-  const TileFunction<Dot> last =
-      TileChooser<Dot, kBlockedRows>::blocked(static_cast<int>(rows % kBlockedRows));
+static void multiply(const RowPlan<Dot>& plan, const typename Dot::X* x, ptrdiff_t stride,
+                     int64_t rows, const typename Dot::W* weights, ptrdiff_t panel_stride,
+                     int64_t num_panels, int64_t steps, UseTile&& use_tile) {
+  alignas(64) typename Dot::Out sums[kMaxTileSums * 16];
+  const int at_once = plan.panels_at_once, per_tile = at_once < 2 ? 2 : at_once;
   for (int64_t panel = 0; panel < num_panels; panel += per_tile) {
     const typename Dot::W* panels[4];
     const int64_t left = num_panels - panel;
     for (int c = 0; c < per_tile; ++c)
       panels[c] = weights + (c < left ? panel + c : num_panels - 1) * panel_stride;
-    for (int64_t row = 0; row < rows; row += rows_at_once) {
-      const bool is_whole = rows - row >= rows_at_once;
-      const int count = static_cast<int>(is_whole ? rows_at_once : rows - row);
+    for (int64_t row = 0; row < rows; row += plan.rows_at_once) {
+      const bool is_whole = rows - row >= plan.rows_at_once;
+      const int count = static_cast<int>(is_whole ? plan.rows_at_once : rows - row);
       for (int c = 0; c < per_tile; c += at_once)
-        (is_whole ? whole : last)(x + row * stride, stride, panels + c, steps,
-                                  sums + c * count * 16);
+        (is_whole ? plan.whole : plan.last)(x + row * stride, stride, panels + c, steps,
+                                            sums + c * count * 16);
       const bool is_split = at_once == 1;
       use_tile(Tile<Dot>{sums, is_split ? 16 : at_once * 16, is_split ? count * 16 : 16, row, count,
                          panel, left < per_tile ? static_cast<int>(left) : per_tile});
     }
+  }
+}
+
+// Pack rows for a product in one pass: [steps][rows][kStep]. A step of a row is one word in all
+// formats. `out` has 16 words more.
+static void pack_rows(const uint32_t* x, ptrdiff_t stride, int64_t rows, int64_t steps,
+                      uint32_t* out) {
+  for (int64_t step = 0; step < steps; step += 16) {
+    alignas(64) uint32_t words[2][16 * 16];
+    const int64_t count = steps - step < 16 ? steps - step : 16;
+    for (int64_t first = 0; first < rows; first += 16) {
+      uint32_t copies[16][16];
+      const uint32_t* at[16];
+      for (int64_t i = 0; i < 16; ++i) {
+        at[i] = x + (first + i < rows ? first + i : rows - 1) * stride + step;
+        if (count < 16) {
+          __builtin_memcpy(copies[i], at[i], static_cast<size_t>(count) * 4);
+          at[i] = copies[i];
+        }
+      }
+      transpose_words(at, words[first / 16]);
+    }
+    // What is written beyond a step's rows is overwritten by the next step.
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t first = 0; first < rows; first += 16)
+        __builtin_memcpy(out + (step + i) * rows + first, words[first / 16] + i * 16, 64);
   }
 }
 

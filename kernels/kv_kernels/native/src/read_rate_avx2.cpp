@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int64_t kLine = 64;     // bytes of a cache line
-constexpr int64_t kAhead = 1024;  // bytes between a load and its prefetch
+constexpr int64_t kAhead = 2048;  // bytes between a load and its prefetch into the L2 cache
 
 __m256i add_line(__m256i sum, const char* line) {
   const __m256i low = _mm256_load_si256(reinterpret_cast<const __m256i*>(line));
@@ -23,8 +23,8 @@ int64_t kvn_read_two_streams(const void* data, int64_t bytes) {
   __m256i sums[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
   for (int64_t i = 0; i < half; i += kLine) {
     // A prefetch beyond the end of the memory does nothing.
-    _mm_prefetch(first + i + kAhead, _MM_HINT_T0);
-    _mm_prefetch(second + i + kAhead, _MM_HINT_T0);
+    _mm_prefetch(first + i + kAhead, _MM_HINT_T1);
+    _mm_prefetch(second + i + kAhead, _MM_HINT_T1);
     sums[0] = add_line(sums[0], first + i);
     sums[1] = add_line(sums[1], second + i);
   }

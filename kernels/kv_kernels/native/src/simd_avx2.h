@@ -121,6 +121,23 @@ static inline void store_u8(uint8_t* p, F16 a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(values + 8), _mm256_cvtps_epi32(a.hi));
   for (int i = 0; i < 16; ++i) p[i] = static_cast<uint8_t>(values[i]);
 }
+static inline void store_i8_first(int8_t* p, F16 a, int n) {
+  int32_t values[16];
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(values), _mm256_cvtps_epi32(a.lo));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(values + 8), _mm256_cvtps_epi32(a.hi));
+  for (int i = 0; i < n; ++i) p[i] = static_cast<int8_t>(values[i]);
+}
+static inline void store_i8(int8_t* p, F16 a) { store_i8_first(p, a, 16); }
+static inline F16 load_i8(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+static inline F16 load_i8_first(const int8_t* p, int n) {
+  int8_t values[16] = {};
+  __builtin_memcpy(values, p, static_cast<size_t>(n));
+  return load_i8(values);
+}
 static inline F16 load_i32_as_float(const int32_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))),
           _mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8)))};
@@ -229,9 +246,30 @@ static inline void interleave_half_words(const uint16_t* a, const uint16_t* b, u
   }
 }
 
+struct U64 {
+  __m256i v;
+};
+constexpr int kWideLanes = 4;
+static inline U64 set1_wide(uint64_t x) { return {_mm256_set1_epi64x(static_cast<int64_t>(x))}; }
+static inline U64 load_wide(const uint64_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))};
+}
+static inline void store_wide(uint64_t* p, U64 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.v);
+}
+static inline U64 mul_low(U64 a, U64 b) { return {_mm256_mul_epu32(a.v, b.v)}; }
+static inline U64 high_half(U64 a) { return {_mm256_srli_epi64(a.v, 32)}; }
+static inline U64 bit_xor(U64 a, U64 b) { return {_mm256_xor_si256(a.v, b.v)}; }
+static inline U64 join_low(U64 a, U64 b) {
+  return {_mm256_blend_epi32(a.v, _mm256_slli_epi64(b.v, 32), 0xaa)};
+}
+
 constexpr int kMaxSinglePassRows = 4;
+constexpr int kMaxPackedRows = 0;
+constexpr int kMinPackedRows = 1;
 constexpr int kBlockedRows = 4;
 constexpr int kBlockedPanels = 1;
+constexpr int kMaxTileSums = 8;
 static inline constexpr int panels_at_once(int rows) { return rows <= 1 ? 2 : 1; }
 
 }  // namespace avx2

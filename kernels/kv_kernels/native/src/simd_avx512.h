@@ -66,6 +66,20 @@ static inline void store_bf16_first(uint16_t* p, F16 a, int n) {
 static inline void store_u8(uint8_t* p, F16 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
+// 16 values in [-128, 127], integral
+static inline void store_i8(int8_t* p, F16 a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+static inline void store_i8_first(int8_t* p, F16 a, int n) {
+  _mm512_mask_cvtepi32_storeu_epi8(p, first_lanes(n), _mm512_cvtps_epi32(a.v));
+}
+static inline F16 load_i8(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
+}
+static inline F16 load_i8_first(const int8_t* p, int n) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first_lanes(n), p)))};
+}
 static inline F16 load_i32_as_float(const int32_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))};
 }
@@ -161,10 +175,29 @@ static inline void interleave_half_words(const uint16_t* a, const uint16_t* b, u
   _mm512_storeu_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 }
 
+// Vectors of 64-bit lanes, of which a product multiplies the low halves.
+struct U64 {
+  __m512i v;
+};
+constexpr int kWideLanes = 8;
+static inline U64 set1_wide(uint64_t x) { return {_mm512_set1_epi64(static_cast<int64_t>(x))}; }
+static inline U64 load_wide(const uint64_t* p) { return {_mm512_loadu_si512(p)}; }
+static inline void store_wide(uint64_t* p, U64 a) { _mm512_storeu_si512(p, a.v); }
+static inline U64 mul_low(U64 a, U64 b) { return {_mm512_mul_epu32(a.v, b.v)}; }
+static inline U64 high_half(U64 a) { return {_mm512_srli_epi64(a.v, 32)}; }
+static inline U64 bit_xor(U64 a, U64 b) { return {_mm512_xor_si512(a.v, b.v)}; }
+// The low halves of `a`, and those of `b` above them.
+static inline U64 join_low(U64 a, U64 b) {
+  return {_mm512_mask_shuffle_epi32(a.v, 0xaaaa, b.v, _MM_PERM_CCAA)};
+}
+
 // Tiles of a product: the rows of one pass over the weights, by panels (of 16 columns) at once.
 constexpr int kMaxSinglePassRows = 12;
+constexpr int kMaxPackedRows = 24;
+constexpr int kMinPackedRows = 7;  // packing fewer gains nothing
 constexpr int kBlockedRows = 12;
 constexpr int kBlockedPanels = 2;
+constexpr int kMaxTileSums = 48;  // rows times panels; two panels of 24 rows
 static inline constexpr int panels_at_once(int rows) { return rows <= 6 ? 4 : rows <= 12 ? 2 : 1; }
 
 }  // namespace avx512

@@ -49,12 +49,9 @@ class TestModel {
     model.layers = layers_.data();
     model.embedding = draw_numbers(kVocab * kHidden);
     model.head = pack(kVocab, kHidden, false);
-    const int64_t size = format == KVN_FLOAT32 ? 4 : 2;
-    arena.resize(static_cast<size_t>(kBlocks * kLayers * 2 * kKvHeads * kBlockSize * kDim * size));
   }
 
   KvnModel model = {};
-  std::vector<char> arena;
 
  private:
   const float* draw(int64_t count) {
@@ -166,9 +163,14 @@ std::vector<float> run_step(KvnContext* context, const std::vector<Part>& parts,
   return logits;
 }
 
-void check_sequences(int32_t format, bool is_int8, bool has_bias) {
+void check_sequences(int32_t format, bool is_int8, bool has_bias, bool has_int8_kv) {
   TestModel test(format, is_int8, has_bias);
-  const KvnCache cache = {test.arena.data(), kBlocks, kBlockSize};
+  const int64_t row_bytes =
+      has_int8_kv ? kDim + 4 : kDim * (format == KVN_FLOAT32 ? 4 : 2);
+  std::vector<char> arena(
+      static_cast<size_t>(kBlocks * kLayers * 2 * kKvHeads * kBlockSize * row_bytes));
+  const KvnCache cache = {arena.data(), kBlocks, kBlockSize,
+                          has_int8_kv ? static_cast<int32_t>(KVN_INT8) : format};
   std::vector<float> expected;
   for (const int threads : {1, 3}) {
     KvnContext* context = kvn_create(&test.model, threads);
@@ -189,7 +191,8 @@ void check_sequences(int32_t format, bool is_int8, bool has_bias) {
 void check_all_instruction_sets(int32_t format, bool is_int8, bool has_bias) {
   for (const uint32_t features : {~0u, static_cast<uint32_t>(KVN_AVX2)}) {
     kvn_limit_cpu_features(features);
-    if (kvn_cpu_features()) check_sequences(format, is_int8, has_bias);
+    for (const bool has_int8_kv : {false, true})
+      if (kvn_cpu_features()) check_sequences(format, is_int8, has_bias, has_int8_kv);
   }
   kvn_limit_cpu_features(~0u);
 }
@@ -201,6 +204,34 @@ TEST(a_sequence_is_computed_in_bfloat16) { check_all_instruction_sets(KVN_BFLOAT
 TEST(a_sequence_is_computed_in_int8) { check_all_instruction_sets(KVN_FLOAT32, true, true); }
 TEST(a_sequence_is_computed_in_int8_and_bfloat16) {
   check_all_instruction_sets(KVN_BFLOAT16, true, false);
+}
+
+TEST(tokens_do_not_depend_on_threads_or_other_rows) {
+  TestModel test(KVN_FLOAT32, false, false);
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal(0.0f, 2.0f);
+  std::vector<float> logits(6 * kVocab);
+  for (float& logit : logits) logit = normal(random);
+  std::vector<KvnDraw> draws(6, KvnDraw{1.0, 1, 0, 1.0f, -1e30f, 2, 3});
+  draws[1].temperature = 0.0f;
+  draws[2].top_k = 5;
+  draws[3].top_p = 0.7;
+  draws[4].min_logit = -1.0f;
+  for (const uint32_t features : {~0u, static_cast<uint32_t>(KVN_AVX2)}) {
+    kvn_limit_cpu_features(features);
+    std::vector<int64_t> expected(6), found(6);
+    KvnContext* alone = kvn_create(&test.model, 1);
+    KvnContext* team = kvn_create(&test.model, 3);
+    std::vector<float> rows = logits, again = logits;
+    for (size_t i = 0; i < draws.size(); ++i)
+      CHECK(kvn_pick_tokens(alone, &rows[i * kVocab], 1, &draws[i], &expected[i]) == KVN_OK);
+    CHECK(kvn_pick_tokens(team, again.data(), 6, draws.data(), found.data()) == KVN_OK);
+    CHECK(found == expected);
+    CHECK(found[0] >= 0 && found[0] < kVocab);
+    kvn_destroy(alone);
+    kvn_destroy(team);
+  }
+  kvn_limit_cpu_features(~0u);
 }
 
 TEST(threads_end_with_their_context) {
