@@ -1,0 +1,125 @@
+"""Answers of the HTTP API as `RequestOutput`s."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from offline.outputs import CompletionOutput, Logprob, LogprobsAtPosition, RequestOutput
+from offline.sampling_params import SamplingParams
+
+
+def parse_completion(
+    answer: Mapping[str, Any], prompt_text: str | None, params: SamplingParams
+) -> RequestOutput:
+    """Convert an answer of /v1/completions."""
+    outputs = []
+    for choice in answer["choices"]:
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = list(_completion_positions(choice["logprobs"], params.logprobs))
+        outputs.append(_build_output(choice, choice["text"], logprobs))
+    first = answer["choices"][0]
+    return _build_request_output(answer, prompt_text, first, outputs)
+
+
+def parse_chat(answer: Mapping[str, Any]) -> RequestOutput:
+    """Convert an answer of /v1/chat/completions."""
+    outputs = []
+    for choice in answer["choices"]:
+        scores = choice["logprobs"]
+        logprobs = None
+        if scores is not None:
+            logprobs = [_chat_position(each) for each in scores["content"] or ()]
+        message = choice["message"]
+        output = _build_output(choice, message["content"] or "", logprobs)
+        output.tool_calls = message.get("tool_calls") or []
+        output.reasoning = message.get("reasoning")
+        outputs.append(output)
+    return _build_request_output(answer, None, answer, outputs)
+
+
+def _completion_positions(
+    logprobs: Mapping[str, Any], num_alternatives: int
+) -> Iterator[LogprobsAtPosition]:
+    for token, text, logprob, top, ids in zip(
+        logprobs["token_ids"],
+        logprobs["tokens"],
+        logprobs["token_logprobs"],
+        logprobs["top_logprobs"],
+        logprobs["top_token_ids"],
+        strict=True,
+    ):
+        likeliest = [
+            (other, *entry)
+            for other, entry in zip(ids[:num_alternatives], top.items(), strict=False)
+        ]
+        yield _build_position(token, text, logprob, likeliest)
+
+
+def _chat_position(entry: Mapping[str, Any]) -> LogprobsAtPosition:
+    likeliest = [
+        (other["token_id"], other["token"], other["logprob"]) for other in entry["top_logprobs"]
+    ]
+    return _build_position(entry["token_id"], entry["token"], entry["logprob"], likeliest)
+
+
+def _build_position(
+    token: int, text: str, logprob: float, likeliest: Sequence[tuple[int, str, float]]
+) -> LogprobsAtPosition:
+    """`likeliest` are (token id, text, log probability), best first."""
+    position = {token: Logprob(logprob, None, text)}
+    for rank, (other, other_text, other_logprob) in enumerate(likeliest, 1):
+        position[other] = Logprob(other_logprob, rank, other_text)
+    return position
+
+
+def _parse_prompt_position(entry: Mapping[str, Any] | None) -> LogprobsAtPosition | None:
+    if entry is None:
+        return None
+    return {
+        int(token): Logprob(score["logprob"], score["rank"], score["decoded_token"])
+        for token, score in entry.items()
+    }
+
+
+def _build_output(
+    choice: Mapping[str, Any], text: str, logprobs: list[LogprobsAtPosition] | None
+) -> CompletionOutput:
+    tokens = choice["token_ids"]
+    total = None
+    if logprobs is not None:
+        total = sum(
+            position[token].logprob for token, position in zip(tokens, logprobs, strict=True)
+        )
+    return CompletionOutput(
+        index=choice["index"],
+        text=text,
+        token_ids=tokens,
+        cumulative_logprob=total,
+        logprobs=logprobs,
+        finish_reason=choice["finish_reason"],
+        stop_reason=choice.get("stop_reason"),
+    )
+
+
+def _build_request_output(
+    answer: Mapping[str, Any],
+    prompt: str | None,
+    prompt_fields: Mapping[str, Any],
+    outputs: list[CompletionOutput],
+) -> RequestOutput:
+    """`prompt_fields` is the part of the answer that has the tokens of the prompt."""
+    prompt_logprobs = prompt_fields.get("prompt_logprobs")
+    details = answer["usage"]["prompt_tokens_details"] or {}
+    return RequestOutput(
+        request_id=answer["id"],
+        prompt=prompt,
+        prompt_token_ids=prompt_fields["prompt_token_ids"],
+        prompt_logprobs=(
+            None
+            if prompt_logprobs is None
+            else [_parse_prompt_position(each) for each in prompt_logprobs]
+        ),
+        outputs=outputs,
+        finished=True,
+        num_cached_tokens=details.get("cached_tokens"),
+    )

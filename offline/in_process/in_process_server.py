@@ -1,0 +1,88 @@
+"""A coordinator and its one node in this process, as an application without a port."""
+
+import asyncio
+from collections.abc import Callable
+from typing import NoReturn
+
+import httpx2
+
+from baton.errors import NodeFailed
+from coordinator.node_links.dispatcher import Dispatcher
+from coordinator.structured_output.grammar_checker import GrammarChecker
+from coordinator.text.text_workers import TextWorkers
+from node_engine.host.command_stages import CommandStages
+from node_engine.host.compute_thread import ComputeThread
+from node_engine.host.host_arena import HostArena
+
+
+class InProcessServer(httpx2.ASGITransport):
+    """The transport of HTTP clients of this process. Used on one event loop."""
+
+    compute_thread: ComputeThread
+    stages: CommandStages
+    heartbeats: asyncio.Task[NoReturn]
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        workers: TextWorkers,
+        grammar_checker: GrammarChecker,
+        arena: HostArena,
+    ) -> None:
+        """The caller sets `app` and the attributes above next."""
+        self.on_change: list[Callable[[bool, str], None]] = []  # see Readiness
+        self._dispatcher = dispatcher
+        self._workers = workers
+        self._grammar_checker = grammar_checker
+        self._arena = arena
+        self._loop = asyncio.get_running_loop()
+        self._failure: NodeFailed | None = None
+        super().__init__(_no_application)
+
+    def state(self) -> tuple[bool, str]:
+        return (True, "") if self._failure is None else (False, self._failure.message)
+
+    def on_node_failed(self, error: BaseException) -> None:
+        """End all requests: the compute thread has failed. Called on that thread."""
+        failure = NodeFailed(f"the engine failed: {type(error).__name__}: make a new LLM")
+        self._loop.call_soon_threadsafe(self._end_requests, failure)
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Answer one request. Raises NodeFailed if the engine has failed."""
+        if self._failure is not None:
+            raise self._failure
+        response = await super().handle_async_request(request)
+        if self._failure is not None:
+            raise self._failure
+        return response
+
+    async def aclose(self) -> None:
+        """End all requests, then the threads, and free the cache.
+
+        It waits for the threads on the event loop, which has nothing else to do then: when Python
+        ends, nothing can be moved to other threads.
+        """
+        self.heartbeats.cancel()
+        await self._dispatcher.drain_requests(0.0)
+        await self._grammar_checker.close()
+        self._dispatcher.close()
+        self.stages.release_all()
+        self.compute_thread.stop()
+        self.stages.close()
+        del self.compute_thread, self.stages, self.heartbeats  # and with them the model's memory
+        self._workers.close()
+        self._arena.close()
+
+    def _end_requests(self, failure: NodeFailed) -> None:
+        self._failure = failure
+        dispatcher = self._dispatcher
+        for incarnation in list(dispatcher.node_connections):
+            dispatcher.remove_member(incarnation, failure)
+        for request in dispatcher.brain.list_active_requests():
+            dispatcher.apply_effects(
+                dispatcher.brain.cancel_request(request, failure, dispatcher.clock())
+            )
+
+
+async def _no_application(scope: object, receive: object, send: object) -> None:
+    raise AssertionError("the application is not set yet")

@@ -1,0 +1,49 @@
+"""Connects the dispatcher and the one node of its own process: no sockets and no encoding."""
+
+import asyncio
+from collections.abc import Callable
+from typing import NoReturn
+
+from baton.cluster_link.messages import Heartbeat, LedgerReport, LinkControl, NodeOrder, NodeReport
+from baton.cluster_link.report_types import NodeStats
+from baton.types import Incarnation
+from coordinator.node_links.dispatcher import Dispatcher
+from node_engine.host.compute_thread import ComputeThread
+
+HEARTBEAT_SECONDS = 1.0
+
+
+class LocalLink:
+    """A NodeConnection: orders go to the compute thread at once, reports to the event loop."""
+
+    def __init__(self, dispatcher: Dispatcher, loop: asyncio.AbstractEventLoop) -> None:
+        self._dispatcher = dispatcher
+        self._loop = loop
+        self._compute_thread: ComputeThread | None = None
+
+    def connect(self, compute_thread: ComputeThread) -> None:
+        """Deliver orders to this thread from now on."""
+        self._compute_thread = compute_thread
+
+    def send_report(self, report: NodeReport | LedgerReport, sender: Incarnation) -> None:
+        """Pass on a report of the node. Called on the compute thread."""
+        if not isinstance(report, LedgerReport):
+            self._loop.call_soon_threadsafe(self._dispatcher.receive_report, sender, report)
+
+    async def send_heartbeats(
+        self, build_stats: Callable[[], NodeStats], sender: Incarnation
+    ) -> NoReturn:
+        """Report statistics periodically, on the event loop.
+
+        A node that has refused a request for lack of blocks gets it again when it reports room.
+        """
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            self._dispatcher.receive_report(sender, Heartbeat(build_stats()))
+
+    def send_order(self, order: NodeOrder | LinkControl) -> None:
+        if self._compute_thread is not None and isinstance(order, NodeOrder):
+            self._compute_thread.submit_command(order)
+
+    def close(self) -> None:
+        self._compute_thread = None
