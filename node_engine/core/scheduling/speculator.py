@@ -1,0 +1,154 @@
+"""Speculative decoding of a node: which drafts the next step verifies, and what they have cost.
+
+A draft is deterministic, and the token of each position is drawn with the noise of that position,
+as without speculation. A draft token is accepted if it is the one that is drawn. So the output is
+the same as without speculation, for any temperature, filter, penalty, bias and grammar.
+
+A step verifies drafts if it computes no prompt, and as far as they make it more productive
+(draft_lengths.py) and free blocks remain that nobody waits for.
+"""
+
+from collections.abc import Sequence as SequenceOf
+
+from node_engine.core.scheduling.capacity import SchedulerLimits
+from node_engine.core.scheduling.kv_cache_manager import KVCacheManager
+from node_engine.core.scheduling.prefill_token_budget import PrefillTokenBudget
+from node_engine.core.sequences.sequence import Sequence
+from node_engine.core.sequences.stop_rules import stop_token_ids
+from node_engine.core.speculation.acceptance_rate import AcceptanceRate
+from node_engine.core.speculation.draft_lengths import DraftOffer, choose_draft_lengths
+from node_engine.core.speculation.drafting import Drafting, DraftResult
+from node_engine.core.speculation.verification_cost import VerificationCost
+from node_engine.core.step.step_batch import SequenceSlice, StepBatch
+
+# A node whose drafts seem too dear verifies one all the same in one of so many steps that offer
+# some, so that it notices when they are not.
+PROBE_INTERVAL_STEPS = 256
+PROBE_TOKENS = 4
+MIN_PROBE_RATE = 0.5  # of acceptance: a draft that is probably wrong would only cost
+_NO_OFFER = DraftOffer(0, 0.0)
+
+
+class Speculator:
+    """Chooses the drafts of running sequences. Compute thread only, but for `counters`."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        eos_token_ids: tuple[int, ...],
+        cache_manager: KVCacheManager,
+        step_budget: PrefillTokenBudget,
+    ) -> None:
+        """`step_budget` has the cost model of steps without drafts."""
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+        self._cache_manager = cache_manager
+        self._step_budget = step_budget
+        self._costs = VerificationCost(step_budget)
+        self._acceptance = AcceptanceRate()  # of all sequences
+        self._num_steps_without_probe = 0  # that had drafts to verify and did not
+        self._num_drafts = 0
+        self._totals = DraftResult()
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._limits.max_draft_tokens > 0
+
+    def counters(self) -> dict[str, float]:
+        """Counters of the node, by metric name; empty without speculation."""
+        if not self.is_enabled:
+            return {}
+        totals = self._totals
+        return {
+            "baton_drafts_total": float(self._num_drafts),
+            'baton_draft_tokens_total{result="accepted"}': float(totals.num_accepted),
+            'baton_draft_tokens_total{result="rejected"}': float(totals.num_rejected),
+            'baton_draft_tokens_total{result="unused"}': float(totals.num_unused),
+        }
+
+    def plan_drafts(self, sequences: SequenceOf[Sequence], *, has_prompts: bool) -> None:
+        """Decide which drafts of `sequences` the next step verifies.
+
+        They are all that run in the step; with `has_prompts` it also computes prompts.
+        """
+        if has_prompts:
+            for sequence in sequences:
+                if sequence.drafting is not None:
+                    sequence.drafting.discard_proposal()
+            return
+        offers = [self._propose_tokens(sequence) for sequence in sequences]
+        if all(offer.num_tokens == 0 for offer in offers):
+            return
+        lengths = self._choose_lengths(sequences, offers)
+        for sequence, length in zip(sequences, lengths, strict=True):
+            if length and sequence.drafting is not None:
+                sequence.drafting.verify_tokens(
+                    self._cache_manager.grow_for_drafts(sequence, length)
+                )
+
+    def record_slice(
+        self, sequence: Sequence, slice_: SequenceSlice, drawn: SequenceOf[int], *, has_ended: bool
+    ) -> DraftResult:
+        """Learn from the tokens that a step has appended to a running sequence."""
+        if sequence.drafting is None:
+            return DraftResult()
+        result = sequence.drafting.record_output(drawn, slice_.draft_token_ids, has_ended=has_ended)
+        if result.num_drafted:
+            self._num_drafts += 1
+            self._totals = DraftResult(*map(sum, zip(self._totals, result, strict=True)))
+        return result
+
+    def observe_step(self, batch: StepBatch, seconds: float) -> None:
+        """Learn what verification costs from a step that took `seconds`."""
+        if batch.num_draft_tokens:
+            self._costs.observe_step(batch, seconds)
+
+    def _propose_tokens(self, sequence: Sequence) -> DraftOffer:
+        """The draft that a sequence has to offer, within the bounds of its length."""
+        if sequence.drafting is None:
+            sequence.drafting = Drafting(sequence.token_ids, self._acceptance)
+        drafting = sequence.drafting
+        if not drafting.propose_tokens(self._limits.max_draft_tokens):
+            return _NO_OFFER
+        proposed = drafting.cut_proposal(
+            min(
+                sequence.num_remaining_tokens - 1,
+                self._limits.max_model_len - len(sequence.token_ids) - 1,
+            ),
+            stop_token_ids(sequence.work.request.sampling, self._eos_token_ids),
+        )
+        return DraftOffer(len(proposed), drafting.acceptance.rate)
+
+    def _choose_lengths(
+        self, sequences: SequenceOf[Sequence], offers: SequenceOf[DraftOffer]
+    ) -> list[int]:
+        count = len(sequences)
+        context_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+        max_tokens = self._limits.max_batched_tokens - count
+        lengths = choose_draft_lengths(
+            offers,
+            num_sequences=count,
+            max_tokens=max_tokens,
+            plain_seconds=self._step_budget.predict_decode_seconds(count, context_tokens),
+            verification_seconds=lambda drafts: self._costs.predict_seconds(
+                count, context_tokens, drafts
+            ),
+        )
+        if any(lengths):
+            self._num_steps_without_probe = 0
+            return lengths
+        self._num_steps_without_probe += 1
+        return self._probe(offers, max_tokens) or lengths
+
+    def _probe(self, offers: SequenceOf[DraftOffer], max_tokens: int) -> list[int] | None:
+        """Now and then, verify a draft that is likely right, and learn anew what that costs."""
+        best = max(offers, key=lambda offer: (offer.num_tokens > 0, offer.acceptance_rate))
+        if (
+            self._num_steps_without_probe < PROBE_INTERVAL_STEPS
+            or best.acceptance_rate < MIN_PROBE_RATE
+        ):
+            return None
+        self._num_steps_without_probe = 0
+        self._costs.forget()
+        place, length = offers.index(best), min(best.num_tokens, max_tokens, PROBE_TOKENS)
+        return [length if number == place else 0 for number in range(len(offers))]
