@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.test-installed
+CLIENTS_VENV := .venv-clients
+CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
 
 # Where torch comes from: its own index has a build without CUDA. A machine with an NVIDIA driver takes PyPI's, which is
 # a CUDA build on Linux; so does an empty TORCH_INDEX.
@@ -12,7 +14,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 # The tests start several hundred processes: none of them should compile the modules of its libraries again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup develop native native-sanitize wheel demo test quick up lint types suite proto docs bench chaos abuse soak clean
+.PHONY: setup develop native native-sanitize wheel demo test quick up lint types suite proto docs bench structured chaos abuse batch-kills soak clients clean
 
 setup: $(STAMP)
 
@@ -29,8 +31,10 @@ $(STAMP): pyproject.toml
 develop: $(TEST_STAMP)
 	@$(BIN)/python -m kv_kernels.native.build || true
 
+# The first collection compiles the modules of libraries once; the processes of a run would each compile all of them.
 $(TEST_STAMP): $(STAMP)
 	$(PIP) install --no-compile -e ".[test]"
+	@$(BIN)/python -m pytest -q --collect-only > /dev/null || true
 	touch $@
 
 native: setup
@@ -57,6 +61,17 @@ quick: develop
 suite: develop
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
+# Clients that applications use, in an environment of their own, against a cluster with a model that follows a script.
+# CLIENT_BODIES is a folder for the bodies that they send: make clients CLIENT_BODIES=tests/data/tool_client_bodies
+CLIENT_BODIES ?=
+clients: develop $(CLIENTS_STAMP)
+	$(BIN)/python -m tests.clients $(CLIENTS_VENV)/bin/python $(CLIENT_BODIES)
+
+$(CLIENTS_STAMP): tests/clients/requirements.txt
+	test -d $(CLIENTS_VENV) || $(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/pip --disable-pip-version-check install --no-compile -r $<
+	touch $@
+
 lint: develop
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -73,14 +88,20 @@ docs: develop
 bench: develop
 	$(BIN)/python -m benchmarks all
 
+structured: develop
+	$(BIN)/python -m pytest -q tests/structured --structured-generations=500 --every-fault --timeout=600
+
 chaos: develop
 	$(BIN)/python -m pytest -q tests/chaos tests/faults --chaos-rounds=200 --every-fault
 
 abuse: develop
 	$(BIN)/python -m pytest -q tests/abuse --abuse-seconds=30
 
+batch-kills: develop
+	$(BIN)/python -m pytest -q tests/soak/test_batch_kills.py --batch-kills=20 --timeout=900 -s
+
 soak: develop native-sanitize
-	$(BIN)/python -m pytest -q tests/soak --soak-seconds=1800 --storm-seconds=60 --kills=20 --fuzz-cases=5000 --pool-operations=100000 --every-fault --timeout=2400
+	$(BIN)/python -m pytest -q tests/soak --soak-seconds=1800 --storm-seconds=60 --kills=20 --fuzz-cases=5000 --pool-operations=100000 --batch-kills=20 --every-fault --timeout=2400
 
 clean:
-	rm -rf $(VENV) .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis kernels/kv_kernels/native/*.so kernels/kv_kernels/native/build_failure.txt
+	rm -rf $(VENV) $(CLIENTS_VENV) .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis kernels/kv_kernels/native/*.so kernels/kv_kernels/native/build_failure.txt

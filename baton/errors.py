@@ -10,6 +10,7 @@
      |   LeaseExpired, UnmappableSegment
      + NodeFailed       a node could not continue: the request is placed again, or gets 503
      |   OutOfBlocks, OutOfMemory, NodeStalled, Preempted, ModelMismatch, NodeLost, NodeDrained
+     + GrammarFailed    400, or an error event: a grammar that is too large was admitted
      + SlowReader       the client read too slowly, and its stream was cut
      + DeadlineExceeded 504
      + Cancelled        499
@@ -195,6 +196,15 @@ class NodeFailed(BatonError):
     grpc_code = "UNAVAILABLE"
     code = "node_failed"
     is_retryable = True
+
+
+class GrammarFailed(BatonError):
+    """The output cannot obey its grammar: a limit was reached, or a token contradicts it."""
+
+    http_status = 400  # nearly always a limit; clients repeat what gets 500
+    grpc_code = "INVALID_ARGUMENT"
+    openai_type = "invalid_request_error"
+    code = "grammar_failed"
 
 
 class OutOfBlocks(NodeFailed):

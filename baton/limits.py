@@ -27,11 +27,18 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 256
 # Log probabilities of prompt tokens in one response: about 140 bytes each.
 MAX_PROMPT_LOGPROBS = 2**20
+MAX_GRAMMAR_BYTES = 128 << 10  # of the text of a StructuredOutput, in UTF-8
 MAX_CHAT_MESSAGES = 2048  # of one conversation
 MAX_TEMPLATE_ARGUMENTS = 32  # entries of chat_template_kwargs
 MAX_TEMPLATE_KEY_CHARACTERS = 64
 MAX_TEMPLATE_STRING_CHARACTERS = 4096
 MAX_TEMPLATE_NUMBER = 2**53  # absolute value
+MAX_TOOLS = 128  # functions of one request
+MAX_TOOL_NAME_CHARACTERS = 128
+MAX_TOOL_BYTES = 256 << 10  # JSON of all tools of one request
+MAX_TOOL_DEPTH = 64  # objects and arrays in one another, in the schema or arguments of a function
+MAX_TOOL_CALLS = 128  # of one message
+MAX_TOOL_ARGUMENT_BYTES = 1 << 20  # JSON texts of the arguments of all calls of one conversation
 MAX_JSON_KEYS = 2**15  # members of all objects of one JSON body
 MAX_JSON_STRINGS = 2**16  # strings and keys of one JSON body
 MAX_JSON_CONTAINERS = 2**15  # objects and arrays of one JSON body
@@ -172,17 +179,24 @@ def check_choices(n: int, first: int, prompts: int) -> None:
         )
 
 
-def check_prompt_logprobs(tokens: int, logprobs: int) -> None:
+def check_logprobs(count: int | None, field: str) -> None:
+    """Check how many of the likeliest tokens are to be reported. Raises InvalidRequest."""
+    if count is not None:
+        _check_int_range(field, count, 0, MAX_LOGPROBS)
+
+
+def check_prompt_logprobs(field: str, alternatives: int, tokens: int, n: int) -> None:
     """Check how many log probabilities of prompts a response would have. Raises InvalidRequest.
 
-    `tokens` counts the tokens of all prompts that are echoed with `logprobs` alternatives each.
+    `tokens` counts the tokens of all prompts. `field` asks for `alternatives` of the likeliest
+    tokens beside each of them, for each of `n` choices.
     """
-    count = tokens * (1 + logprobs)
+    count = tokens * (1 + alternatives) * n
     if count > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"logprobs is {logprobs} with echo for prompts of {tokens} tokens: "
-            f"that is {count} log probabilities, the limit is {MAX_PROMPT_LOGPROBS} a request",
-            param="logprobs",
+            f"{field} is {alternatives} for prompts of {tokens} tokens, and n is {n}: that is "
+            f"{count} log probabilities of prompts, the limit is {MAX_PROMPT_LOGPROBS} a request",
+            param=field,
         )
 
 
@@ -249,6 +263,16 @@ def check_context_length(prompt_tokens: int, max_tokens: int, bounds: ModelBound
         )
 
 
+def check_grammar_size(text: str) -> None:
+    """Check the length of a grammar before it is read. Raises InvalidRequest."""
+    size = len(text.encode(errors="surrogatepass")) if len(text) <= MAX_GRAMMAR_BYTES else len(text)
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(
+            f"structured_output has {size} bytes: at most {MAX_GRAMMAR_BYTES}",
+            param="structured_output",
+        )
+
+
 def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBounds) -> None:
     """Check all sampling parameters. Raises InvalidRequest or ContextLengthExceeded."""
     if params.max_tokens < 1:
@@ -285,9 +309,9 @@ def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBoun
         )
     _check_logit_bias(params, bounds)
     for field in ("logprobs", "prompt_logprobs"):
-        count = getattr(params, field)
-        if count is not None:
-            _check_int_range(field, count, 0, MAX_LOGPROBS)
+        check_logprobs(getattr(params, field), field)
+    if params.structured_output is not None:
+        check_grammar_size(params.structured_output.text)
 
 
 def _check_logit_bias(params: SamplingParams, bounds: ModelBounds) -> None:

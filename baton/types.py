@@ -6,6 +6,7 @@ is the decode node's permission to write certain blocks for some time. A node's 
 attempt is a `Sequence` (node_engine/core/sequences/sequence.py), which never leaves the process.
 """
 
+import hashlib
 import secrets
 from dataclasses import dataclass
 from enum import Enum
@@ -37,6 +38,34 @@ class FinishReason(Enum):
 
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens
+
+
+class GrammarKind(Enum):
+    """What the text of a `StructuredOutput` is."""
+
+    JSON = "json"  # a JSON schema
+    REGEX = "regex"  # a regular expression that the whole output matches
+    CHOICE = "choice"  # a JSON list of strings, one of which is the output
+    GRAMMAR = "grammar"  # a context-free grammar, as Lark or GBNF writes it
+    STRUCTURAL_TAG = "structural_tag"  # JSON: tags whose contents follow schemas, in free text
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The grammar of an output. Its state is a function of this value and the output tokens.
+
+    To make the model write a call of a tool, give `GrammarKind.JSON` with the schema of its
+    arguments, or `GrammarKind.GRAMMAR` with a Lark grammar in which `%json {...}` stands for them.
+    """
+
+    kind: GrammarKind
+    text: str  # at most MAX_GRAMMAR_BYTES of UTF-8
+
+    @property
+    def digest(self) -> bytes:
+        """The key of caches of compiled grammars."""
+        spelled = f"{self.kind.value}\0{self.text}"
+        return hashlib.sha256(spelled.encode(errors="surrogatepass")).digest()
 
 
 class AttemptKey(NamedTuple):
@@ -73,6 +102,8 @@ class SamplingParams:
     logprobs: int | None = None
     # Likewise for prompt tokens. The prompt is then computed without any prefix cache.
     prompt_logprobs: int | None = None
+    # The grammar that the output obeys; None: any output.
+    structured_output: StructuredOutput | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -109,6 +140,8 @@ class Request:
     # prompt in its cache, once it is there, so that the prompt is computed once and its blocks are
     # shared. If that is impossible, it is placed like any other. Nodes are not told.
     leader_id: RequestId | None = None
+    # In which the grammar of the output was compiled before admission. Nodes are not told.
+    grammar_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

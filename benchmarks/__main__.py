@@ -36,6 +36,7 @@ BENCHMARK_MODULES = {
     "serve": "benchmarks.serve",
     "start": "benchmarks.start",
     "step": "benchmarks.step",
+    "structured": "benchmarks.structured",
     "transfer": "benchmarks.transfer",
 }
 UNAVAILABLE_BENCHMARKS: tuple[str, ...] = ()

@@ -10,6 +10,8 @@ With --server and --baton, servers are compared instead: running ones, and clust
 with `baton up`'s settings. Each has a turn in every round, in which the others are paused or down,
 and plays the same cells with new prompts. A cell in which other processes use the CPUs is repeated.
 Figures are medians of the rounds, and ratios to the servers that --of names.
+
+With --speculative, speculative decoding is compared with none.
 """
 
 import argparse
@@ -38,6 +40,7 @@ from benchmarks.load.measurement import CellResult, evaluate_cell
 from benchmarks.load.run_load import LoadPattern, run_load
 from benchmarks.peers import command as peers
 from benchmarks.scenarios import concurrency_sweep as sweep
+from benchmarks.scenarios import speculation
 
 HELP = "latency, throughput and goodput of any OpenAI-compatible endpoint"
 _WARM_UP = 2  # requests before the first cell
@@ -61,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_trace_arguments(parser)
     _add_sweep_arguments(parser)
     peers.add_arguments(parser)
+    speculation.add_arguments(parser)
     parser.add_argument(
         "--seed", default="", help="fixes lengths, arrivals and prompts; fresh by default"
     )
@@ -148,6 +152,8 @@ async def run_cells(options: argparse.Namespace, console: Console, command: str)
     """Run all cells. Raises ValueError for bad options or an unusable endpoint."""
     if options.server or options.baton:
         return await peers.compare_servers(options, console, command)
+    if options.speculative:
+        return await speculation.compare_speculation(options, console, command)
     slo = parse_slo(options.slo)
     bound = parse_slo(f"ttft={options.ttft_slo}").ttft_seconds if options.ttft_slo else None
     seed = options.seed or secrets.token_hex(8)

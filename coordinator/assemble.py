@@ -21,6 +21,7 @@ from baton.network.bind_policy import check_coordinator_binds
 from baton.process import log
 from baton.process.descriptors import get_descriptor_limit
 from baton.process.startup import STARTUP
+from baton.structured_output.tokenizer_file import find_tokenizer_file
 from coordinator.core.membership.join_checks import ServedModel
 from coordinator.frontend import tenants_file
 from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator, parse_allowed_origins
@@ -28,6 +29,7 @@ from coordinator.frontend.body_budget import BodyBudgets
 from coordinator.frontend.grpc.server import GrpcServer
 from coordinator.frontend.http import app
 from coordinator.frontend.http.server.http_server import HttpServer, bind_http_socket
+from coordinator.frontend.output_parsing import OutputParserSettings
 from coordinator.frontend.request import RejectionCounter
 from coordinator.frontend.request_intake import RequestIntake
 from coordinator.frontend.unknown_fields import UnknownFieldPolicy
@@ -40,6 +42,7 @@ from coordinator.operators.cluster_operations import ClusterOperations
 from coordinator.operators.cluster_service import ClusterService
 from coordinator.operators.metrics import CoordinatorMetrics
 from coordinator.operators.port_connections import PortConnections
+from coordinator.structured_output.grammar_checker import VERDICTS_PER_GRAMMAR, GrammarChecker
 from coordinator.text import tokenizer_loader
 from coordinator.text.text_workers import TextWorkers
 from coordinator.text.tokenizer import Tokenizer
@@ -64,8 +67,14 @@ class Coordinator:
         self._ledger_collector = LedgerCollector(self._dispatcher)
         unknown_fields = UnknownFieldPolicy(ignored=config.unknown_fields == "ignore")
         self._port_connections = PortConnections(config, get_descriptor_limit())
+        self._grammar_checker = GrammarChecker(
+            find_tokenizer_file(config.model, config.engine),
+            timeout_seconds=config.grammar_timeout,
+            max_entries=config.grammar_cache * VERDICTS_PER_GRAMMAR,
+        )
         self._metrics = CoordinatorMetrics(self._dispatcher, unknown_fields)
         self._metrics.add_port_connections(self._port_connections)
+        self._metrics.registry.register(self._grammar_checker)
         self._readiness = ClusterReadiness(config, self._dispatcher)
         self._operations = ClusterOperations(
             config, self._dispatcher, self._ledger_collector, self._readiness, self._metrics
@@ -93,9 +102,11 @@ class Coordinator:
             ),
             defaults=_load_generation_defaults(config),
             unknown_fields=unknown_fields,
+            output_parsers=OutputParserSettings(config.tool_call_parser, config.reasoning_parser),
             on_client_request_id=self._operations.client_request_ids.add_request,
             workers=self._text_workers,
             bodies=BodyBudgets(self._port_connections.limits["http"].max_connections),
+            check_grammar=self._grammar_checker.check_grammar,
         )
 
     def _build_client_app(self, intake: RequestIntake) -> ASGIApp:
@@ -156,6 +167,7 @@ class Coordinator:
                 self._admin_server.stop()
         finally:
             self._operations.close()
+            await self._grammar_checker.close()
             await self._grpc_server.stop(_CLOSE_GRACE_SECONDS)
             self._dispatcher.close()
             await self._node_link_server.stop(_CLOSE_GRACE_SECONDS)

@@ -31,6 +31,7 @@ def timeline_to_pb(timeline: Timeline) -> common_pb2.Timeline:
         decode_node=timeline.decode_node,
         handoff=wire.handoff_report_to_pb(timeline.handoff) if timeline.handoff else None,
         models=timeline.models,
+        grammar=timeline.grammar,
     )
 
 
@@ -48,6 +49,7 @@ def timeline_from_pb(message: common_pb2.Timeline) -> Timeline:
         decode_node=message.decode_node,
         handoff=_handoff_from_pb(message),
         models=tuple(message.models),
+        grammar=message.grammar,
     )
 
 
@@ -122,6 +124,8 @@ def _attempt_to_pb(attempt: AttemptExplanation) -> pb.AttemptReport:
         other_way=_prediction_to_pb(rejected) if rejected else None,
         held_back=attempt.held_back_seconds,
         probe=attempt.is_breaker_probe,
+        draft_tokens=attempt.draft_tokens,
+        accepted_draft_tokens=attempt.accepted_draft_tokens,
     )
 
 
@@ -152,6 +156,8 @@ def _attempt_from_pb(message: pb.AttemptReport) -> AttemptExplanation:
         ),
         held_back_seconds=message.held_back,
         is_breaker_probe=message.probe,
+        draft_tokens=message.draft_tokens,
+        accepted_draft_tokens=message.accepted_draft_tokens,
     )
 
 

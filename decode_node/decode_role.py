@@ -27,6 +27,7 @@ from baton.cluster_link.messages import (
     PeerLostNotice,
     PrefillOrder,
 )
+from baton.cluster_link.report_types import VerifiedDraft
 from baton.errors import BatonError, Cancelled, IncompleteTransfer, NodeLost
 from baton.kv.blocks import BlockHash
 from baton.process.failpoints import failpoint
@@ -53,6 +54,7 @@ from kv_transfer.plane import (
 from node_engine.core.blocks.pool_prefix import PoolPrefix
 from node_engine.core.scheduling.capacity import CapacityRefusal
 from node_engine.core.sequences.outcomes import (
+    DraftsVerified,
     PrefillCompleted,
     PrefillRequeued,
     PromptLogprobsComputed,
@@ -61,6 +63,7 @@ from node_engine.core.sequences.outcomes import (
     TokenEmitted,
 )
 from node_engine.core.sequences.sequence import Sequence, SequenceState
+from node_engine.core.sequences.token_constraint import TokenConstraint
 from node_engine.core.step.step_batch import SequenceId, StepBatch
 from node_engine.roles.base_role import BaseRole
 from node_engine.roles.role_policy import RoleContext
@@ -136,6 +139,7 @@ class DecodeRole(BaseRole):
 
     def deliver_outcomes(self, outcomes: Iterable[SequenceOutcome]) -> None:
         tokens: list[TokenEvent] = []
+        drafts: list[VerifiedDraft] = []
         for outcome in outcomes:
             match outcome:
                 case PromptLogprobsComputed(sequence, first, scores):
@@ -146,13 +150,17 @@ class DecodeRole(BaseRole):
                         self._pool_connector.publish_sequence(sequence, is_rate_limited=True)
                     tokens.append(event)
                     self._pool_connector.publish_filled_blocks(sequence)
+                case DraftsVerified(sequence, result):
+                    drafts.append(
+                        VerifiedDraft(sequence.key, result.num_drafted, result.num_accepted)
+                    )
                 case SequenceFailed(sequence, error, caused_by):
                     self._local_prefill_seconds.pop(sequence.key, None)
                     self._reporter.report_failed(sequence.key, error, caused_by)
                 case PrefillRequeued(sequence) | PrefillCompleted(sequence):
                     raise TypeError(f"{sequence.key} is handing off on a decode node")
         if tokens:
-            self._reporter.report_tokens(tokens)
+            self._reporter.report_tokens(tokens, drafts)
 
     # the life of one attempt
 
@@ -169,19 +177,23 @@ class DecodeRole(BaseRole):
         self, work: AttemptSpec, writer: PeerAddress | None, pool_prefix: PoolPrefix | None
     ) -> None:
         self._check_work(work)
+        constraint = self._context.constraints.take_constraint(work)
         root = self._compute_root_hash(work)
         estimate = self._scheduler.estimate_admission(work, root, pool_prefix)
         if writer is None or estimate.num_missing_tokens == 1:
             announce = writer is not None
-            self._prefill_locally(work, root, pool_prefix, estimate.refusal, announce=announce)
+            self._prefill_locally(
+                work, root, pool_prefix, constraint, estimate.refusal, announce=announce
+            )
         else:
-            self._reserve_for_handoff(work, root, pool_prefix, writer)
+            self._reserve_for_handoff(work, root, pool_prefix, constraint, writer)
 
     def _prefill_locally(
         self,
         work: AttemptSpec,
         root: BlockHash,
         pool_prefix: PoolPrefix | None,
+        constraint: TokenConstraint | None,
         refusal: CapacityRefusal | None,
         *,
         announce: bool,
@@ -190,7 +202,7 @@ class DecodeRole(BaseRole):
         if refusal is not None:
             self._reporter.report_refused(work.key, refusal.needed_blocks, refusal.free_blocks)
             return
-        self._scheduler.add_sequence(work, root, pool_prefix=pool_prefix)
+        self._scheduler.add_sequence(work, root, pool_prefix=pool_prefix, constraint=constraint)
         self._local_prefill_seconds[work.key] = 0.0
         if announce:
             self._reporter.report_reserved(work.key, None, len(work.context_token_ids) - 1)
@@ -200,10 +212,11 @@ class DecodeRole(BaseRole):
         work: AttemptSpec,
         root: BlockHash,
         pool_prefix: PoolPrefix | None,
+        constraint: TokenConstraint | None,
         writer: PeerAddress,
     ) -> None:
         ticket_id = TicketId(mint_id())
-        result = self._scheduler.reserve_for_handoff(work, root, ticket_id, pool_prefix)
+        result = self._scheduler.reserve_for_handoff(work, root, ticket_id, pool_prefix, constraint)
         if isinstance(result, CapacityRefusal):
             self._reporter.report_refused(work.key, result.needed_blocks, result.free_blocks)
             return

@@ -43,6 +43,7 @@ from kv_transfer.plane import (
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.node_commands import NodeCommand, NodeJoined
 from node_engine.core.sequences.outcomes import (
+    DraftsVerified,
     PrefillCompleted,
     PrefillRequeued,
     PromptLogprobsComputed,
@@ -178,7 +179,7 @@ class PrefillRole(BaseRole):
                     )
                 case SequenceFailed(sequence, error):
                     self._end_attempt(sequence.key, error, report=True)
-                case TokenEmitted(sequence, _):
+                case TokenEmitted(sequence, _) | DraftsVerified(sequence, _):
                     raise TypeError(f"{sequence.key} is decoding on a prefill node")
 
     # the life of one attempt
@@ -202,7 +203,13 @@ class PrefillRole(BaseRole):
     ) -> None:
         self._check_work(work, context_only=not needs_no_decode)
         root = self._compute_root_hash(work)
-        self._scheduler.add_sequence(work, root, is_prefill_only=True, pool_prefix=pool_prefix)
+        self._scheduler.add_sequence(
+            work,
+            root,
+            is_prefill_only=True,
+            pool_prefix=pool_prefix,
+            constraint=self._context.constraints.take_constraint(work),
+        )
         if needs_no_decode:
             self._scheduler.mark_ticketed(work.key)
 

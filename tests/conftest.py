@@ -25,7 +25,18 @@ settings.load_profile("any machine")
 _HERE = Path(__file__).parent
 # Files go whole to the processes of a parallel run, in this order and within a folder the slow ones
 # first, so that all end together.
-_FOLDERS = ("parity", "chaos", "integration", "soak", "abuse", "faults", "pool", "contract", "unit")
+_FOLDERS = (
+    "parity",
+    "chaos",
+    "integration",
+    "structured",
+    "soak",
+    "abuse",
+    "faults",
+    "pool",
+    "contract",
+    "unit",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,6 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--every-fault", action="store_true", help="Play also what is marked as thorough"
     )
     group.addoption("--chaos-stage", default="", help="Play every round on this stage")
+    structured = parser.getgroup("structured output")
+    structured.addoption(
+        "--structured-generations", type=int, default=24, help="Outputs under public schemas"
+    )
     soak = parser.getgroup("soak")
     soak.addoption("--soak-seconds", type=float, default=4.0, help="How long the mixed load runs")
     soak.addoption("--soak-seed", type=int, default=1, help="Seed of what is asked")
@@ -50,13 +65,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     soak.addoption(
         "--abuse-seconds",
         type=float,
-        default=2.0,
+        default=1.0,
         help="How long each attack lasts; from 20 on time is judged",
     )
     soak.addoption(
         "--pool-operations", type=int, default=400, help="What the users of the soaked pool do"
     )
     soak.addoption("--kills", type=int, default=2, help="How often each class of process is killed")
+    soak.addoption("--batch-kills", type=int, default=2, help="How often a batch is killed")
     soak.addoption("--fuzz-cases", type=int, default=150, help="How many odd requests are sent")
 
 

@@ -32,6 +32,7 @@ PACKAGES = (
     "kv_pool",
     "kv_transfer",
     "node_engine",
+    "offline",
     "prefill_node",
     "simulator",
     "tools",

@@ -28,6 +28,7 @@ PRODUCT = (
     "kv_pool",
     "kv_transfer",
     "node_engine",
+    "offline",
     "prefill_node",
 )
 SAMPLE_SIZE = 20  # of each kind

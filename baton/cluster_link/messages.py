@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from baton.cluster_link.report_types import HandoffReport, MemberLedger, NodeStats
+from baton.cluster_link.report_types import HandoffReport, MemberLedger, NodeStats, VerifiedDraft
 from baton.errors import BatonError
 from baton.kv.blocks import KVLayout
 from baton.kv.cache_journal import CacheEventBatch
@@ -154,6 +154,7 @@ class StepTokens:
     order."""
 
     events: tuple[TokenEvent, ...]
+    drafts: tuple[VerifiedDraft, ...] = ()  # of sequences with speculative decoding
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from baton.pb import common_pb2
 from baton.types import (
     AttemptKey,
     AttemptSpec,
+    GrammarKind,
     Incarnation,
     NodeName,
     PeerAddress,
@@ -34,6 +35,7 @@ from baton.types import (
     Role,
     SamplingParams,
     SegmentRef,
+    StructuredOutput,
     Ticket,
     TicketId,
 )
@@ -181,6 +183,7 @@ def _sampling_to_pb(params: SamplingParams) -> pb.Sampling:
         logit_bias=[pb.LogitBias(token=token, bias=bias) for token, bias in params.logit_bias],
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        structured_output=_grammar_to_pb(params.structured_output),
     )
 
 
@@ -201,7 +204,18 @@ def _sampling_from_pb(params: pb.Sampling) -> SamplingParams:
         logit_bias=tuple((entry.token, entry.bias) for entry in params.logit_bias),
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
+        structured_output=(
+            StructuredOutput(
+                GrammarKind(params.structured_output.kind), params.structured_output.text
+            )
+            if params.HasField("structured_output")
+            else None
+        ),
     )
+
+
+def _grammar_to_pb(grammar: StructuredOutput | None) -> pb.Grammar | None:
+    return None if grammar is None else pb.Grammar(kind=grammar.kind.value, text=grammar.text)
 
 
 def attempt_spec_to_pb(spec: AttemptSpec) -> pb.Work:

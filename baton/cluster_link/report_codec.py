@@ -27,6 +27,7 @@ from baton.cluster_link.order_codec import (
     ticket_from_pb,
     ticket_to_pb,
 )
+from baton.cluster_link.report_types import VerifiedDraft
 from baton.cluster_link.stats_conversion import stats_from_pb, stats_to_pb
 from baton.pb import cluster_pb2 as pb
 from baton.pb import common_pb2
@@ -36,8 +37,9 @@ from baton.types import Incarnation, TokenEvent
 def encode_report(report: NodeReport | LedgerReport, sender: Incarnation) -> pb.NodeMessage:
     message = pb.NodeMessage(incarnation=sender)
     match report:
-        case StepTokens(events):
+        case StepTokens(events, drafts):
             message.tokens.tokens.extend(map(token_event_to_pb, events))
+            message.tokens.drafts.extend(map(_encode_draft, drafts))
         case Heartbeat(stats):
             message.heartbeat.stats.CopyFrom(stats_to_pb(stats))
         case CacheEvents(number, inserted, evicted):
@@ -185,6 +187,22 @@ def token_event_from_pb(message: pb.Token) -> TokenEvent:
     )
 
 
+def _encode_draft(draft: VerifiedDraft) -> pb.VerifiedDraft:
+    return pb.VerifiedDraft(
+        key=attempt_key_to_pb(draft.key), tokens=draft.num_tokens, accepted=draft.num_accepted
+    )
+
+
+def _decode_step_tokens(message: pb.Tokens) -> StepTokens:
+    return StepTokens(
+        tuple(map(token_event_from_pb, message.tokens)),
+        tuple(
+            VerifiedDraft(attempt_key_from_pb(draft.key), draft.tokens, draft.accepted)
+            for draft in message.drafts
+        ),
+    )
+
+
 _REPORT_DECODERS: dict[str, Callable[[Any], NodeReport | LedgerReport]] = {
     "heartbeat": lambda message: Heartbeat(stats_from_pb(message.stats)),
     "reserved": _decode_reserved,
@@ -192,7 +210,7 @@ _REPORT_DECODERS: dict[str, Callable[[Any], NodeReport | LedgerReport]] = {
         attempt_key_from_pb(message.key), message.needed, message.free
     ),
     "prompt_scores": _decode_prompt_scores,
-    "tokens": lambda message: StepTokens(tuple(map(token_event_from_pb, message.tokens))),
+    "tokens": _decode_step_tokens,
     "failed": lambda message: AttemptFailed(
         attempt_key_from_pb(message.key),
         wire.error_from_pb(message.error),

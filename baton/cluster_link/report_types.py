@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baton.types import Incarnation
+from baton.types import AttemptKey, Incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,9 @@ class DeviceReport:
     # the peak is not known
     mfu: float | None = None  # model FLOPs utilisation
     mbu: float | None = None  # model bandwidth utilisation
+    # weights in the layout of the native CPU kernels; 0: they do not compute here
+    packed_weight_bytes: int = 0
+    packed_weight_source: str = ""  # where they were found: segment, cache file or checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +84,12 @@ class MemberLedger:
     num_blocks: int  # the reader compares it with the sum of `counts`
     counts: Mapping[str, int]  # blocks by state
     owners: tuple[LedgerOwner, ...]  # of all blocks that are neither free nor cached
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedDraft:
+    """Draft tokens of one sequence that a step verified."""
+
+    key: AttemptKey
+    num_tokens: int
+    num_accepted: int  # of them, those that were drawn as well

@@ -63,6 +63,8 @@ def _device_to_pb(report: DeviceReport) -> cluster_pb2.DeviceReport:
         memory_used_bytes=report.memory_used_bytes,
         mfu=report.mfu,
         mbu=report.mbu,
+        packed_weight_bytes=report.packed_weight_bytes,
+        packed_weight_source=report.packed_weight_source,
     )
 
 
@@ -75,6 +77,8 @@ def _device_from_pb(message: cluster_pb2.DeviceReport) -> DeviceReport:
         memory_used_bytes=message.memory_used_bytes,
         mfu=_check_share(message.mfu) if message.HasField("mfu") else None,
         mbu=_check_share(message.mbu) if message.HasField("mbu") else None,
+        packed_weight_bytes=message.packed_weight_bytes,
+        packed_weight_source=message.packed_weight_source,
     )
 
 

@@ -75,6 +75,13 @@ class ModelSourceConfig(ProcessConfig):
     load_format: Annotated[
         Literal["auto", "dummy"], help_text("dummy: seeded random weights, no files of them")
     ] = "auto"
+    grammar_timeout: Annotated[
+        Seconds,
+        help_text("Seconds in which the grammar of a structured output is compiled, or refused"),
+    ] = 5.0
+    grammar_cache: Annotated[
+        PositiveInt, help_text("Grammars of structured outputs that a process keeps compiled")
+    ] = 64
 
     @property
     def public_model_name(self) -> str:

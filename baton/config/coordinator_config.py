@@ -65,6 +65,20 @@ class CoordinatorConfig(ModelSourceConfig, StateFolderConfig):
             "refuse the request, or drop and count them"
         ),
     ] = "error"
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3_json", "mistral"],
+        help_text(
+            "How the model writes tool calls: hermes (also Qwen), llama3_json, mistral; "
+            "auto finds it in the chat template"
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "deepseek_r1", "qwen3"],
+        help_text(
+            "How the model marks its reasoning: deepseek_r1 begins with it, qwen3 if a tag does; "
+            "auto finds it in the chat template"
+        ),
+    ] = "auto"
     max_queue: Annotated[
         PositiveInt, help_text("Requests that may wait; more are refused with 429")
     ] = 1024

@@ -108,6 +108,18 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
             "or cheapest to resume"
         ),
     ] = "most_blocks"
+    speculative: Annotated[
+        Literal["none", "ngram"],
+        help_text(
+            "Speculative decoding, on CPUs; ngram: drafts come from the sequence itself "
+            "(prompt lookup); outputs stay the same"
+        ),
+    ] = "none"
+    speculative_tokens: Annotated[
+        int,
+        Meta(ge=1, le=32),
+        help_text("Draft tokens of a sequence that a step verifies at most; the node adapts it"),
+    ] = 8
     pool: Annotated[
         str, help_text("HOST:PORT of this host's pool; a node without one computes what it lacks")
     ] = ""

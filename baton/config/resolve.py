@@ -40,9 +40,15 @@ def get_field_choices(field: str) -> tuple[str, ...]:
 
 
 def resolve_config(
-    flags: Mapping[str, object], *, environ: Mapping[str, str] = os.environ, file: str | None = None
+    flags: Mapping[str, object],
+    *,
+    environ: Mapping[str, str] = os.environ,
+    file: str | None = None,
+    source: str = "command line",
 ) -> Config:
     """Merge the given flags, BATON_* variables, the TOML file and the defaults.
+
+    `source` is where the flags come from, for errors.
 
     Raises ConfigError that names the field, the value and where it came from.
     """
@@ -50,12 +56,12 @@ def resolve_config(
     sources: dict[str, str] = {}
     path = file or environ.get("BATON_CONFIG")
     layers = [(_read_config_file(path), f"file {path}")] if path else []
-    layers += [(_read_environment(environ), "environment"), (dict(flags), "command line")]
-    for values, source in layers:
+    layers += [(_read_environment(environ), "environment"), (dict(flags), source)]
+    for values, origin in layers:
         for key, value in values.items():
             if key not in FIELD_NAMES:
-                raise ConfigError(f"there is no setting {key!r} ({source})")
-            merged[key], sources[key] = value, source
+                raise ConfigError(f"there is no setting {key!r} ({origin})")
+            merged[key], sources[key] = value, origin
     for key in merged:
         try:
             merged[key] = msgspec.convert(merged[key], _FIELD_TYPES[key], strict=False)

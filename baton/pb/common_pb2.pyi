@@ -43,7 +43,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("queue", "reserve", "prefill", "transfer", "first_token", "ttft", "total", "attempts", "prefill_node", "decode_node", "handoff", "models")
+    __slots__ = ("queue", "reserve", "prefill", "transfer", "first_token", "ttft", "total", "attempts", "prefill_node", "decode_node", "handoff", "models", "grammar")
     QUEUE_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class Timeline(_message.Message):
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     queue: float
     reserve: float
     prefill: float
@@ -68,7 +69,8 @@ class Timeline(_message.Message):
     decode_node: str
     handoff: HandoffReport
     models: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, queue: _Optional[float] = ..., reserve: _Optional[float] = ..., prefill: _Optional[float] = ..., transfer: _Optional[float] = ..., first_token: _Optional[float] = ..., ttft: _Optional[float] = ..., total: _Optional[float] = ..., attempts: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., handoff: _Optional[_Union[HandoffReport, _Mapping]] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
+    grammar: float
+    def __init__(self, queue: _Optional[float] = ..., reserve: _Optional[float] = ..., prefill: _Optional[float] = ..., transfer: _Optional[float] = ..., first_token: _Optional[float] = ..., ttft: _Optional[float] = ..., total: _Optional[float] = ..., attempts: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., handoff: _Optional[_Union[HandoffReport, _Mapping]] = ..., models: _Optional[_Iterable[str]] = ..., grammar: _Optional[float] = ...) -> None: ...
 
 class HandoffReport(_message.Message):
     __slots__ = ("transport", "bytes", "slabs", "slabs_landed_before_last_layer", "compute_seconds", "exposed_seconds", "commit_seconds", "computed_tokens", "cached_tokens")

@@ -13,8 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _END_TOKEN = "<|end|>"
+_INITIALIZER_RANGE = 0.1
+_SMALL = 0.01  # times what a layer adds, so that the embedding of the last token prevails
+_SUCCESSOR_LOGIT = 9.0  # greedily always drawn, and at temperature 2 hardly ever
 _TEXT_MODULES: tuple[ModuleType, ...] = (
     argparse,
     asyncio,
@@ -28,7 +32,11 @@ _TEXT_MODULES: tuple[ModuleType, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Geometry of a Llama. `has_eos` says whether the tokenizer's end token stops an answer."""
+    """Geometry of a Llama. `has_eos` says whether the tokenizer's end token stops an answer.
+
+    With `passage_tokens`, greedy outputs repeat a passage of so many tokens, and are nearly random
+    at temperature 2.
+    """
 
     hidden: int
     intermediate: int
@@ -40,6 +48,7 @@ class ModelShape:
     context: int
     has_eos: bool
     dtype: str = "float32"  # of the file
+    passage_tokens: int = 0
 
 
 DEMO_SHAPE = ModelShape(256, 704, 8, 8, 4, 32, 2048, 4096, has_eos=True)
@@ -79,15 +88,36 @@ def _write_weights(folder: Path, shape: ModelShape, seed: int) -> None:
         head_dim=shape.head_dim,
         vocab_size=shape.vocabulary,
         max_position_embeddings=shape.context,
-        initializer_range=0.1,  # wide enough that answers depend on the prompt
-        tie_word_embeddings=True,
+        initializer_range=_INITIALIZER_RANGE,  # wide enough that answers depend on the prompt
+        tie_word_embeddings=not shape.passage_tokens,
         bos_token_id=None,
         pad_token_id=None,
         eos_token_id=0 if shape.has_eos else None,
     )
     torch.manual_seed(seed)
     transformers.utils.logging.disable_progress_bar()
-    transformers.LlamaForCausalLM(config).to(getattr(torch, shape.dtype)).save_pretrained(folder)
+    model = transformers.LlamaForCausalLM(config)
+    if shape.passage_tokens:
+        with torch.no_grad():
+            _repeat_passages(model, shape)
+    model.to(getattr(torch, shape.dtype)).save_pretrained(folder)
+
+
+def _repeat_passages(model: Any, shape: ModelShape) -> None:
+    """Make the successor of a token the most likely one, whatever precedes the token.
+
+    Tokens with successive ids are a passage, whose last token is followed by its first one.
+    """
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.mul_(_SMALL)
+        layer.mlp.down_proj.weight.mul_(_SMALL)
+    size = shape.passage_tokens
+    before = [
+        token // size * size + (token - 1) % size if token // size < shape.vocabulary // size else 0
+        for token in range(shape.vocabulary)
+    ]
+    scale = _SUCCESSOR_LOGIT / (_INITIALIZER_RANGE * shape.hidden)
+    model.lm_head.weight.copy_(scale * model.model.embed_tokens.weight[before])
 
 
 def _write_tokenizer(folder: Path, shape: ModelShape) -> None:

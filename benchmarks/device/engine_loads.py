@@ -115,17 +115,22 @@ class DecodeRun:
 
 
 def time_decode(
-    loaded: LoadedEngine, batch: int, context: int, steps: int, params: SamplingParams = _GREEDY
+    loaded: LoadedEngine,
+    batch: int,
+    context: int,
+    steps: int,
+    params: SamplingParams = _GREEDY,
+    warm_up: int = _WARM_UP_STEPS,  # 1 or more
 ) -> float:
     """Median seconds between the ends of steps. The mean context is the given one."""
-    total = steps + _WARM_UP_STEPS
+    total = steps + warm_up
     decoding = DecodeRun(loaded, batch, max(1, context - total // 2), total, params)
     ends = []
     for _ in range(total):
         decoding.run_step()
         ends.append(time.perf_counter())
     spans = [later - earlier for earlier, later in itertools.pairwise(ends)]
-    return statistics.median(spans[_WARM_UP_STEPS - 1 :])
+    return statistics.median(spans[warm_up - 1 :])
 
 
 def time_prefill(loaded: LoadedEngine, tokens: int, rounds: int = 5, warm_up: int = 2) -> float:

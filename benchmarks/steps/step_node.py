@@ -19,7 +19,7 @@ from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.step.engine import Engine
 from node_engine.host.compute_thread import ComputeInbox, ComputeThread
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
-from node_engine.roles.role_policy import RoleContext
+from node_engine.roles.role_policy import ConstraintSource, NoConstraints, RoleContext
 from node_engine.shared_pool.pool_connector import PoolConnector
 
 _INCARNATION = Incarnation("bench")
@@ -32,9 +32,13 @@ class StepNode:
     """Runs batches of requests on the compute thread of a node that has no other load."""
 
     def __init__(
-        self, engine: Engine, on_report: Callable[[NodeReport | LedgerReport], None]
+        self,
+        engine: Engine,
+        on_report: Callable[[NodeReport | LedgerReport], None],
+        constraints: ConstraintSource | None = None,
     ) -> None:
-        """`on_report` is called on the compute thread with each report."""
+        """`on_report` is called on the compute thread with each report; `constraints` makes the
+        grammars of outputs."""
         layout = engine.layout
         engine.bind_cache(memoryview(mmap.mmap(-1, _NUM_BLOCKS * layout.block_bytes)), _NUM_BLOCKS)
         self._on_report = on_report
@@ -61,9 +65,10 @@ class StepNode:
             ),
             block_memory=memoryview(b""),
             emit=self.inbox.put,
+            constraints=constraints or NoConstraints(),
         )
         self.role = DecodeRole(context, NoInboundPlane())
-        self.compute_thread = ComputeThread(context, self.inbox, time.monotonic, None)
+        self.compute_thread = ComputeThread(context, self.inbox, time.monotonic, self.inbox.put)
 
     def start(self) -> None:
         self.compute_thread.start(self.role)
@@ -74,9 +79,13 @@ class StepNode:
 
     def run_requests(self, prompts: list[tuple[int, ...]], sampling: SamplingParams) -> None:
         """Run one request per prompt at the same time; returns when all have ended."""
+        self.run_batch(prompts, [sampling] * len(prompts))
+
+    def run_batch(self, prompts: list[tuple[int, ...]], params: list[SamplingParams]) -> None:
+        """As `run_requests`, with sampling parameters of its own for each prompt."""
         self._unfinished = len(prompts)
         self._finished.clear()
-        for prompt in prompts:
+        for prompt, sampling in zip(prompts, params, strict=True):
             self._num_requests += 1
             self.inbox.put(make_order(self._num_requests, prompt, sampling, self._digest))
         self._finished.wait()

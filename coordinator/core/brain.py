@@ -227,6 +227,14 @@ class Brain:
         """Number of requests that are placed and have not ended."""
         return len(self._table.records) - self.queued_requests
 
+    @property
+    def constrained_requests(self) -> int:
+        """Number of requests that have not ended and whose outputs have a grammar."""
+        return sum(
+            record.request.sampling.structured_output is not None
+            for record in self._table.records.values()
+        )
+
     def seconds_without_progress(self, now: float) -> float:
         """Return for how long there have been requests and none of them made progress."""
         return now - self.parts.progress.last_progress_at if self._table.records else 0.0

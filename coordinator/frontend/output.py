@@ -13,6 +13,8 @@ import msgspec
 
 from baton.types import FinishReason, RequestId, TokenLogprobs
 from coordinator.core.common.timeline import Timeline
+from coordinator.frontend.merged_generations import merge_generations
+from coordinator.frontend.output_parsing import OutputParsing
 from coordinator.generation import (
     FinishedEvent,
     Generation,
@@ -24,7 +26,7 @@ from coordinator.text.detokenizer import IncrementalDetokenizer, StopStringMatch
 from coordinator.text.tokenizer import Tokenizer
 
 # Prompt tokens with logprobs in one chunk. Each may list 20 others, which are slow to encode.
-ECHO_CHUNK_TOKENS = 256
+PROMPT_CHUNK_TOKENS = 256
 
 
 class OutputChunk(msgspec.Struct, frozen=True, gc=False):
@@ -38,7 +40,13 @@ class OutputChunk(msgspec.Struct, frozen=True, gc=False):
     # With logprobs, where the text of each token begins in the choice's whole text, in characters.
     text_offsets: Sequence[int] = ()
     finish_reason: FinishReason | None = None  # set in the last chunk
+    # In the last chunk, the stop string that was found, or the one of `stop_token_ids` that was
+    # drawn; None for any other end.
+    stop_reason: int | str | None = None
     is_prompt_echo: bool = False  # the chunk repeats the prompt or a part of it (`echo`)
+    # Of the next tokens of the choice's prompt, in a chunk that has nothing else
+    # (`prompt_logprobs`). Only the first choice of a prompt has such chunks.
+    prompt_logprobs: Sequence[TokenLogprobs | None] = ()
 
 
 class OutputProcessor:
@@ -56,8 +64,12 @@ class OutputProcessor:
         stop: Sequence[str] = (),
         with_logprobs: bool = False,
         min_tokens: int = 0,
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
-        """The first `min_tokens` tokens are not searched for stop strings."""
+        """The first `min_tokens` tokens are not searched for stop strings.
+
+        `stop_token_ids` are those of the request, of which one may be its `stop_reason`.
+        """
         self.choice_index = choice_index
         self.output_tokens = 0  # up to the token that completed a stop string
         self.is_stopped = False
@@ -66,10 +78,19 @@ class OutputProcessor:
         # Without stop strings and logprobs, each event becomes one chunk at once.
         self.is_passthrough = self._stop_matcher is None and not with_logprobs
         self._min_tokens = min_tokens
+        self._stop_token_ids = stop_token_ids
+        self._last_token: int | None = None
         self._received_characters = self._emitted_characters = 0
         self._held_text = ""
         # (token, its logprobs, offset of its text)
         self._held_tokens: deque[tuple[int, TokenLogprobs | None, int]] = deque()
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """What a normally ended output stopped at: a stop string, or one of `stop_token_ids`."""
+        if self.is_stopped and self._stop_matcher is not None:
+            return self._stop_matcher.matched_string
+        return self._last_token if self._last_token in self._stop_token_ids else None
 
     def echo_prompt(
         self,
@@ -77,12 +98,16 @@ class OutputProcessor:
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprobs | None],
         offsets: Sequence[int],
+        max_alternatives: int = 0,
     ) -> Iterator[OutputChunk]:
-        """Yield the prompt, before any output. With logprobs, in chunks of `ECHO_CHUNK_TOKENS`."""
+        """Yield the prompt, with logprobs in chunks of `PROMPT_CHUNK_TOKENS`.
+
+        Each entry has at most `max_alternatives` of the likeliest tokens.
+        """
         self._received_characters = self._emitted_characters = len(text)
         if self._stop_matcher is not None:
             self._stop_matcher.skip_characters(len(text))
-        step = ECHO_CHUNK_TOKENS if logprobs else len(tokens)
+        step = PROMPT_CHUNK_TOKENS if logprobs else len(tokens)
         for begin in range(0, len(tokens), step):
             end = begin + step
             text_begin = offsets[begin] if begin else 0
@@ -92,7 +117,7 @@ class OutputProcessor:
                 self.choice_index,
                 text[text_begin:text_end],
                 tokens[part],
-                logprobs[part],
+                _limit_alternatives(logprobs[part], max_alternatives),
                 offsets[part],
                 is_prompt_echo=True,
             )
@@ -106,6 +131,7 @@ class OutputProcessor:
             return self.process_passthrough(event)
         if self.is_stopped:
             return None
+        self._last_token = event.token_ids[-1]
         logprobs = event.logprobs or (None,) * len(event.token_ids)
         for token, token_logprobs in zip(event.token_ids, logprobs, strict=True):
             self.output_tokens += 1
@@ -118,6 +144,7 @@ class OutputProcessor:
         """`process_tokens` for a processor whose `is_passthrough` is True."""
         tokens = event.token_ids
         self.output_tokens += len(tokens)
+        self._last_token = tokens[-1]
         return OutputChunk(self.choice_index, self._detokenizer.append_tokens(tokens), tokens)
 
     def flush(self) -> OutputChunk | None:
@@ -163,47 +190,16 @@ class OutputProcessor:
         return OutputChunk(self.choice_index, text, tokens, logprobs, offsets)
 
 
-async def merge_generations(
-    generations: Sequence[Generation],
-) -> AsyncIterator[tuple[int, GenerationEvent]]:
-    """Yield (generation index, event), in order within each generation; stop at the first error.
-
-    At most one event of each generation is buffered here; the others stay in the generations'
-    bounded buffers.
-    """
-    if len(generations) == 1:
-        async for event in generations[0]:
-            yield 0, event
-        return
-    queue: asyncio.Queue[tuple[int, GenerationEvent | Exception]] = asyncio.Queue(len(generations))
-    readers = [
-        asyncio.create_task(_read_generation(*numbered, queue))
-        for numbered in enumerate(generations)
+def _limit_alternatives(
+    logprobs: Sequence[TokenLogprobs | None], count: int
+) -> Sequence[TokenLogprobs | None]:
+    """Return the entries with at most `count` of the likeliest tokens each."""
+    if all(entry is None or len(entry.top_logprobs) <= count for entry in logprobs):
+        return logprobs
+    return [
+        None if entry is None else TokenLogprobs(entry.logprob, entry.top_logprobs[:count])
+        for entry in logprobs
     ]
-    left = len(readers)
-    try:
-        while left:
-            number, read = await queue.get()
-            if isinstance(read, Exception):
-                raise read
-            left -= isinstance(read, FinishedEvent)
-            yield number, read
-    finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
-
-
-async def _read_generation(
-    number: int,
-    generation: Generation,
-    queue: "asyncio.Queue[tuple[int, GenerationEvent | Exception]]",
-) -> None:
-    try:
-        async for event in generation:
-            await queue.put((number, event))
-    except Exception as error:
-        await queue.put((number, error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +208,18 @@ class PromptEcho:
 
     text: str
     token_offsets: Sequence[int]  # where each token begins in the text, in characters
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """How many of the likeliest tokens are given beside each prompt token; None: no logprobs."""
+
+    echoed: int | None = None  # in the prompt that is returned before its output
+    separate: int | None = None  # in `prompt_logprobs`
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.echoed is not None or self.separate is not None
 
 
 @dataclass(slots=True)
@@ -239,8 +247,9 @@ class ResponseStream:
     # By index. Choices of one prompt are adjacent; the first of them brings the prompt's logprobs.
     choices: list[ChoiceStream]
     prompt_echoes: Sequence[PromptEcho] = ()
-    has_logprobs: bool = False
+    prompt_scoring: PromptScoring = PromptScoring()
     is_echo_only: bool = False  # no generated token is returned
+    parsing: OutputParsing | None = None  # None: all of the output is content
     cached_tokens: int = 0  # complete at the end only
     timeline: Timeline = field(default_factory=Timeline)  # of the first choice
     prompt_tokens: int = field(init=False)
@@ -252,6 +261,9 @@ class ResponseStream:
     @property
     def id(self) -> RequestId:
         return self.choices[0].generation.id
+
+    def get_prompt_token_ids(self, choice_index: int) -> tuple[int, ...]:
+        return self.prompt_token_ids[self.choices[choice_index].prompt_index]
 
     async def output_chunks(self) -> AsyncIterator[OutputChunk]:
         """Yield the chunks of all choices; the last chunk of each has its finish reason.
@@ -270,7 +282,7 @@ class ResponseStream:
                     continue
                 for chunk in self._process_event(choice, event):
                     yield chunk
-                    if chunk.is_prompt_echo:
+                    if chunk.is_prompt_echo or chunk.prompt_logprobs:
                         await asyncio.sleep(0)  # let other requests run: a prompt can be long
         except Exception:
             self.cancel()
@@ -287,23 +299,37 @@ class ResponseStream:
         if choice.has_started:
             yield from self._process_output(choice, event)
         elif isinstance(event, PromptLogprobsEvent):
-            yield from self._on_prompt_logprobs(choice.prompt_index, event.logprobs)
-        elif self.prompt_echoes and self.has_logprobs:
+            yield from self._on_prompt_logprobs(choice, event.logprobs)
+        elif self.prompt_scoring.is_enabled:
             choice.buffered_events.append(event)
         else:
             yield from self._start_choice(choice, ())
             yield from self._process_output(choice, event)
 
     def _on_prompt_logprobs(
-        self, prompt_index: int, logprobs: Sequence[TokenLogprobs]
+        self, scored: ChoiceStream, logprobs: Sequence[TokenLogprobs]
     ) -> Iterator[OutputChunk]:
         """Start the choices of a prompt, which have waited for its logprobs."""
+        of_all_tokens = (None, *logprobs)
         for choice in self.choices:
-            if choice.prompt_index == prompt_index and not choice.has_started:
-                yield from self._start_choice(choice, (None, *logprobs))
+            if choice.prompt_index == scored.prompt_index and not choice.has_started:
+                yield from self._start_choice(choice, of_all_tokens)
+                if choice is scored:
+                    yield from self._split_prompt_logprobs(choice, of_all_tokens)
                 for event in choice.buffered_events:
                     yield from self._process_output(choice, event)
                 choice.buffered_events.clear()
+
+    def _split_prompt_logprobs(
+        self, choice: ChoiceStream, logprobs: Sequence[TokenLogprobs | None]
+    ) -> Iterator[OutputChunk]:
+        """Yield the logprobs of a prompt in chunks, if `prompt_logprobs` asks for them."""
+        count = self.prompt_scoring.separate
+        if count is None:
+            return
+        for begin in range(0, len(logprobs), PROMPT_CHUNK_TOKENS):
+            part = _limit_alternatives(logprobs[begin : begin + PROMPT_CHUNK_TOKENS], count)
+            yield OutputChunk(choice.output_processor.choice_index, "", prompt_logprobs=part)
 
     def _start_choice(
         self, choice: ChoiceStream, logprobs: Sequence[TokenLogprobs | None]
@@ -313,8 +339,13 @@ class ResponseStream:
         choice.is_passthrough = choice.output_processor.is_passthrough and not self.is_echo_only
         if self.prompt_echoes:
             echo = self.prompt_echoes[choice.prompt_index]
+            scored = logprobs if self.prompt_scoring.echoed is not None else ()
             yield from choice.output_processor.echo_prompt(
-                echo.text, self.prompt_token_ids[choice.prompt_index], logprobs, echo.token_offsets
+                echo.text,
+                self.prompt_token_ids[choice.prompt_index],
+                scored,
+                echo.token_offsets,
+                max_alternatives=self.prompt_scoring.echoed or 0,
             )
 
     def _process_output(
@@ -341,7 +372,10 @@ class ResponseStream:
                 reason = FinishReason.STOP
             elif self.is_echo_only:
                 reason = FinishReason.LENGTH
-            yield OutputChunk(processor.choice_index, "", finish_reason=reason)
+            stop_reason = processor.stop_reason if reason is FinishReason.STOP else None
+            yield OutputChunk(
+                processor.choice_index, "", finish_reason=reason, stop_reason=stop_reason
+            )
 
     def _count_cached_tokens(self, choice: ChoiceStream, end: FinishedEvent) -> None:
         """Count cached prompt tokens once a prompt, as its prompt tokens are."""

@@ -17,8 +17,18 @@ from baton.limits import ModelBounds
 from baton.models.generation_defaults import GenerationDefaults
 from baton.process import log
 from baton.process.log_rate_limit import RateLimitedLogger
-from baton.types import DEFAULT_PRINCIPAL, Principal, Request, RequestId, SamplingParams, mint_id
+from baton.types import (
+    DEFAULT_PRINCIPAL,
+    GrammarKind,
+    Principal,
+    Request,
+    RequestId,
+    SamplingParams,
+    StructuredOutput,
+    mint_id,
+)
 from coordinator.core.common.counters import DEFAULT_TENANT_CLASS
+from coordinator.frontend.tool_use import ToolUse
 from coordinator.text.chat_template import ChatPrompt
 
 Value = TypeVar("Value")
@@ -28,6 +38,22 @@ MAX_CLIENT_REQUEST_ID_CHARS = 128
 
 _log = log.get_logger("front")
 _limited = RateLimitedLogger()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTruncation:
+    """How many tokens of a prompt are kept, and at which end."""
+
+    max_tokens: int | None  # None: as many as leave room for the output
+    keeps_end: bool = True
+
+    def truncate_prompt(
+        self, prompt: tuple[int, ...], output_tokens: int, bounds: ModelBounds
+    ) -> tuple[int, ...]:
+        """`output_tokens` is the room that the output needs."""
+        room = max(bounds.max_context - output_tokens, 1)
+        kept = room if self.max_tokens is None else self.max_tokens
+        return prompt[-kept:] if self.keeps_end else prompt[:kept]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +77,37 @@ class GenerationRequest:
     logit_bias: Sequence[tuple[int, float]] = ()
     logprobs: int | None = None  # of the output, and with `echo` of the prompt
     echo: bool = False
+    prompt_logprobs: int | None = None  # of the prompt, apart from its echo
+    truncation: PromptTruncation | None = None  # None: a prompt that is too long is an error
     stop: Sequence[str] = ()
     n: int = 1
+    structured_output: StructuredOutput | None = None  # the grammar that each choice obeys
     first_choice: int = 0  # index of the first choice
     timeout_seconds: float | None = None  # how long the client is willing to wait
     client_request_id: str | None = None
     priority: int = 0  # as the body asks for it
     principal: Principal = DEFAULT_PRINCIPAL  # as the caller's key allows it
     cache_salt: bytes = b""  # of the caller's tenant
+    tool_use: ToolUse | None = None
+    has_parsed_output: bool = False  # tell reasoning and tool calls in the output from content
+    separates_reasoning: bool = True  # if not, with `has_parsed_output`, reasoning is content
     # The protocol's own names of fields, where they differ, for error messages.
     param_names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_fixed_form(self) -> bool:
+        """Whether the whole output obeys a schema or pattern, so that it has no reasoning."""
+        return self.structured_output is not None and self.structured_output.kind in (
+            GrammarKind.JSON,
+            GrammarKind.REGEX,
+            GrammarKind.CHOICE,
+        )
+
+    @property
+    def scored_prompt_alternatives(self) -> int | None:
+        """How many of the likeliest tokens are computed for each prompt token; None: none."""
+        counts = (self.logprobs if self.echo else None, self.prompt_logprobs)
+        return max((count for count in counts if count is not None), default=None)
 
     @property
     def is_echo_only(self) -> bool:
@@ -86,6 +133,8 @@ def check_request(request: GenerationRequest) -> None:
                     f"{name} is empty: it needs at least one token", param="prompt"
                 )
     limits.check_stop_strings(request.stop)
+    limits.check_logprobs(request.logprobs, "logprobs")
+    limits.check_logprobs(request.prompt_logprobs, "prompt_logprobs")
 
 
 def count_prompts(request: GenerationRequest) -> int:
@@ -126,7 +175,8 @@ def build_request(
         ),
         logit_bias=tuple(request.logit_bias),
         logprobs=request.logprobs,
-        prompt_logprobs=request.logprobs if request.echo else None,
+        prompt_logprobs=request.scored_prompt_alternatives,
+        structured_output=request.structured_output,
     )
     limits.check_sampling(sampling, len(prompt), bounds)
     return Request(

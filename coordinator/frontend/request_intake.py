@@ -2,19 +2,39 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
-from baton import limits
-from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ServiceUnavailable
-from baton.limits import TextLimit
+from baton.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    NotFound,
+    ServiceUnavailable,
+)
 from baton.models.generation_defaults import GenerationDefaults
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
-from baton.types import Request, RequestId
+from baton.types import Request, RequestId, StructuredOutput
 from coordinator.frontend.body_budget import BodyBudgets
-from coordinator.frontend.output import ChoiceStream, OutputProcessor, PromptEcho, ResponseStream
+from coordinator.frontend.output import (
+    ChoiceStream,
+    OutputProcessor,
+    PromptEcho,
+    PromptScoring,
+    ResponseStream,
+)
+from coordinator.frontend.output_parsing import OutputParserSettings, OutputParsing
+from coordinator.frontend.prompt_encoding import (
+    build_prompt_echoes,
+    check_client_tokens,
+    check_prompt_scoring,
+    encode_for_client,
+    encode_prompts,
+    name_prompt_in_errors,
+)
 from coordinator.frontend.request import (
     GenerationRequest,
     Prompt,
@@ -31,6 +51,8 @@ from coordinator.generation import GenerationBackend
 from coordinator.text.chat_template import ChatPrompt
 from coordinator.text.text_workers import TextWorkers
 from coordinator.text.tokenizer import Tokenizer
+
+CheckGrammar = Callable[[StructuredOutput], Awaitable[StructuredOutput]]
 
 _LOADING_RETRY_SECONDS = 1.0  # after which a client may try again
 _log = log.get_logger("front")
@@ -49,15 +71,18 @@ class RequestIntake:
         rejections: RejectionCounter,
         defaults: GenerationDefaults | None = None,
         unknown_fields: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS,
+        output_parsers: OutputParserSettings | None = None,
         workers: TextWorkers | None = None,
         bodies: BodyBudgets | None = None,
         clock: Clock = monotonic_clock,
         on_client_request_id: Callable[[str, RequestId], None] | None = None,
+        check_grammar: CheckGrammar | None = None,
     ) -> None:
         """`tokenizer` completes when the tokenizer has loaded.
 
         `on_client_request_id` is called with the id that a client gave its request, and the
-        request's own.
+        request's own. `check_grammar` compiles the grammar of an output, and returns it as nodes
+        do; without it, structured output is refused.
         """
         self.rejections = rejections
         self.unknown_field_policy = unknown_fields
@@ -68,8 +93,10 @@ class RequestIntake:
         self._tokenizer = tokenizer
         self._max_timeout_seconds = max_timeout_seconds
         self._defaults = defaults or GenerationDefaults()
+        self._output_parsers = output_parsers or OutputParserSettings()
         self._clock = clock
         self._on_client_request_id = on_client_request_id
+        self._check_grammar = check_grammar or _refuse_grammar
 
     def effective_timeout(self, requested: float | None, name: str = "timeout") -> float:
         """Seconds that a request may take: what the client asks for, up to --request-timeout.
@@ -96,6 +123,20 @@ class RequestIntake:
         """
         bounds = self._backend.get_model_bounds()
         return bounds.model_digest, bounds.dtype, bounds.quantization
+
+    def get_tokenizer_settings(self) -> Mapping[str, object]:
+        """The model's tokenizer_config.json, with the chat template that is used.
+
+        Raises NotFound without a tokenizer, and ServiceUnavailable while it loads.
+        """
+        tokenizer = self._loaded_tokenizer()
+        if not tokenizer.has_text:
+            raise NotFound(f"the model {self._model!r} has no tokenizer here")
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **tokenizer.settings,
+            "chat_template": tokenizer.chat_template_source,
+        }
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound."""
@@ -124,16 +165,10 @@ class RequestIntake:
                 self.effective_timeout(request.timeout_seconds),
             )
             tokenizer, firsts, echoes = await self._build_requests(request)
+            parsing = self._choose_parsing(tokenizer, request)
         choices = [choice for first in firsts for choice in expand_choices(first, request.n)]
         generations = await self._backend.submit_requests(choices)
-        if request.client_request_id is not None:
-            _log.info(
-                "request received",
-                request=generations[0].id,
-                client_request=request.client_request_id,
-            )
-            if self._on_client_request_id is not None:
-                self._on_client_request_id(request.client_request_id, generations[0].id)
+        self._note_client_request_id(request.client_request_id, generations[0].id)
         return ResponseStream(
             model=self._model,
             created_unix_seconds=int(time.time()),
@@ -142,15 +177,37 @@ class RequestIntake:
             choices=[
                 ChoiceStream(
                     generation,
-                    partial(_build_output_processor, request, tokenizer, index),
+                    partial(_build_output_processor, request, tokenizer, index, parsing),
                     index // request.n,
                 )
                 for index, generation in enumerate(generations)
             ],
             prompt_echoes=echoes,
-            has_logprobs=request.logprobs is not None,
+            prompt_scoring=PromptScoring(
+                request.logprobs if request.echo else None, request.prompt_logprobs
+            ),
             is_echo_only=request.is_echo_only,
+            parsing=parsing,
         )
+
+    def _choose_parsing(
+        self, tokenizer: Tokenizer, request: GenerationRequest
+    ) -> OutputParsing | None:
+        if not request.has_parsed_output:
+            return None
+        return self._output_parsers.choose_parsing(
+            tokenizer,
+            request.tool_use,
+            separates_reasoning=request.separates_reasoning,
+            has_fixed_form=request.has_fixed_form,
+        )
+
+    def _note_client_request_id(self, client_id: str | None, request_id: RequestId) -> None:
+        if client_id is None:
+            return
+        _log.info("request received", request=request_id, client_request=client_id)
+        if self._on_client_request_id is not None:
+            self._on_client_request_id(client_id, request_id)
 
     async def tokenize(
         self, prompt: Prompt | ChatPrompt, add_special_tokens: bool | None, timeout_seconds: float
@@ -160,20 +217,15 @@ class RequestIntake:
         Raises InvalidRequest, ContextLengthExceeded, Overloaded, DeadlineExceeded, and
         ServiceUnavailable while no node has joined or the tokenizer loads.
         """
-        limit = limits.get_tokenize_limit(self._backend.get_model_bounds())
+        bounds = self._backend.get_model_bounds()
         async with _deadline(timeout_seconds):
             tokenizer = self._loaded_tokenizer()
-            tokens = await _encode_prompt(
-                tokenizer, prompt, limit, add_special_tokens=add_special_tokens
-            )
+            tokens = await encode_for_client(tokenizer, prompt, bounds, add_special_tokens)
             return tokenizer, tokens
 
     async def detokenize(self, tokens: Sequence[int], timeout_seconds: float) -> str:
         """Return the text of tokens. Raises the errors of `tokenize`."""
-        bounds = self._backend.get_model_bounds()
-        with rename_error_params({"prompt": "tokens"}):
-            limits.get_tokenize_limit(bounds).check_token_count(len(tokens))
-        limits.check_token_ids("tokens", tokens, bounds)
+        check_client_tokens(tokens, self._backend.get_model_bounds())
         async with _deadline(timeout_seconds):
             return await self._loaded_tokenizer().decode(tokens)
 
@@ -203,95 +255,50 @@ class RequestIntake:
                 raise InvalidRequest(
                     "stop is given, but tokens have no text here: use stop_token_ids", param="stop"
                 )
-            encoded = await self._encode_prompts(tokenizer, prompts)
+            grammar_seconds = 0.0
+            if request.structured_output is not None:
+                begun_at = self._clock()
+                checked = await self._check_grammar(request.structured_output)
+                request = replace(request, structured_output=checked)
+                grammar_seconds = self._clock() - begun_at
+            encoded = await encode_prompts(
+                tokenizer, prompts, request, self._backend.get_model_bounds()
+            )
         seconds_left = max(timeout - (self._clock() - started_at), 0.0)
         bounds = self._backend.get_model_bounds()
         firsts = []
         for index, tokens in enumerate(encoded):
-            with _name_prompt_in_errors(index, encoded):
-                firsts.append(build_request(request, tokens, seconds_left, bounds, self._defaults))
+            with name_prompt_in_errors(index, encoded):
+                first = build_request(request, tokens, seconds_left, bounds, self._defaults)
+                firsts.append(replace(first, grammar_seconds=grammar_seconds))
             await asyncio.sleep(0)  # a prompt can be long, and there can be many
-        if not request.echo:
-            return tokenizer, firsts, []
-        if request.logprobs is not None:
-            limits.check_prompt_logprobs(sum(map(len, encoded)), request.logprobs)
-        with_offsets = request.logprobs is not None
-        echoes = [
-            await _build_prompt_echo(tokenizer, prompt, tokens, with_offsets=with_offsets)
-            for prompt, tokens in zip(prompts, encoded, strict=True)
-        ]
+        check_prompt_scoring(request, encoded)
+        echoes = await build_prompt_echoes(tokenizer, prompts, encoded, request)
         return tokenizer, firsts, echoes
-
-    async def _encode_prompts(
-        self, tokenizer: Tokenizer, prompts: Sequence[Prompt | ChatPrompt]
-    ) -> list[tuple[int, ...]]:
-        """Encode prompts one after another, so that other requests run between two of them."""
-        bounds = self._backend.get_model_bounds()
-        limit = limits.get_prompt_limit(bounds)
-        encoded: list[tuple[int, ...]] = []
-        for index, prompt in enumerate(prompts):
-            with _name_prompt_in_errors(index, prompts):
-                if not isinstance(prompt, str | ChatPrompt):
-                    limits.check_prompt_length(len(prompt), bounds)
-                tokens = await _encode_prompt(tokenizer, prompt, limit)
-                # Checked here, before any time is spent on the other prompts.
-                limits.check_prompt_length(len(tokens), bounds)
-                encoded.append(tokens)
-            await asyncio.sleep(0)
-        return encoded
-
-
-def _name_prompt_in_errors(index: int, prompts: Sequence[object]) -> AbstractContextManager[None]:
-    """Make errors of the block say which of several prompts they are about."""
-    return rename_error_params({"prompt": f"prompt[{index}]"} if len(prompts) > 1 else {})
-
-
-async def _encode_prompt(
-    tokenizer: Tokenizer,
-    prompt: Prompt | ChatPrompt,
-    limit: TextLimit,
-    *,
-    add_special_tokens: bool | None = None,
-) -> tuple[int, ...]:
-    """By default, special tokens are added to a text, but not to a conversation.
-
-    A chat template writes them itself.
-    """
-    if isinstance(prompt, ChatPrompt):
-        return await tokenizer.encode_chat(
-            prompt, add_special_tokens=bool(add_special_tokens), limit=limit
-        )
-    if isinstance(prompt, str):
-        return await tokenizer.encode(
-            prompt, add_special_tokens=add_special_tokens is not False, limit=limit
-        )
-    return tuple(prompt)
-
-
-async def _build_prompt_echo(
-    tokenizer: Tokenizer,
-    prompt: Prompt | ChatPrompt,
-    tokens: tuple[int, ...],
-    *,
-    with_offsets: bool,
-) -> PromptEcho:
-    if isinstance(prompt, str):
-        offsets = await tokenizer.compute_token_offsets(prompt) if with_offsets else ()
-        return PromptEcho(prompt, offsets)
-    return PromptEcho(*await tokenizer.decode_with_offsets(tokens))
 
 
 def _build_output_processor(
-    request: GenerationRequest, tokenizer: Tokenizer, index: int
+    request: GenerationRequest, tokenizer: Tokenizer, index: int, parsing: OutputParsing | None
 ) -> OutputProcessor:
-    """The output continues the prompt's text, except in a conversation."""
+    """The output continues the prompt's text, or the last message of a conversation if asked to."""
+    is_continuation = (
+        not isinstance(request.prompts, ChatPrompt) or request.prompts.continue_final_message
+    )
     return OutputProcessor(
         index,
-        tokenizer.create_detokenizer(is_continuation=not isinstance(request.prompts, ChatPrompt)),
+        tokenizer.create_detokenizer(
+            is_continuation=is_continuation,
+            shown_special=parsing.shown_special if parsing else frozenset(),
+        ),
         stop=request.stop,
         with_logprobs=request.logprobs is not None,
         min_tokens=request.min_tokens or 0,
+        stop_token_ids=request.stop_token_ids,
     )
+
+
+async def _refuse_grammar(grammar: StructuredOutput) -> StructuredOutput:
+    raise InvalidRequest("structured_output is not available here", param="structured_output")
 
 
 @asynccontextmanager

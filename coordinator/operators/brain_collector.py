@@ -154,6 +154,11 @@ class BrainCollector(Collector):
             "baton_requests_running", "Requests placed and not ended", brain.running_requests
         )
         yield GaugeMetricFamily(
+            "baton_requests_constrained",
+            "Requests that have not ended and whose outputs have a grammar",
+            brain.constrained_requests,
+        )
+        yield GaugeMetricFamily(
             "baton_stood_still_seconds",
             "Seconds since any request made progress; 0 without requests",
             brain.seconds_without_progress(self._clock()),
@@ -219,17 +224,25 @@ class BrainCollector(Collector):
                 ("mbu", "Model bandwidth utilisation of a node's recent steps"),
             )
         ]
+        weights = GaugeMetricFamily(
+            "baton_packed_weight_bytes",
+            "Weights of a node in the layout of the native CPU kernels, by where it found them",
+            labels=["node", "source"],
+        )
         for node in self._brain.node_registry.nodes.values():
             report = node.stats.device if node.stats is not None else None
             if report is None:
                 continue
+            if report.packed_weight_bytes:
+                labels = [node.info.name, report.packed_weight_source]
+                weights.add_metric(labels, report.packed_weight_bytes)
             info.add_metric([node.info.name, report.device, report.name, str(report.threads)], 1)
             memory = report.memory_total_bytes, report.memory_used_bytes
             sizes = memory if report.memory_total_bytes else (None, None)
             for gauge, value in zip(gauges, (*sizes, report.mfu, report.mbu), strict=True):
                 if value is not None:
                     gauge.add_metric([node.info.name], value)
-        yield from (info, *gauges)
+        yield from (info, *gauges, weights)
 
     def _retry_gauges(self) -> Iterator[Metric]:
         brain, retries = self._brain, self._brain.retries

@@ -8,7 +8,8 @@ manual of transformers).
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NoReturn
 
 import jinja2
@@ -32,6 +33,8 @@ from baton.process.clock import Clock, monotonic_clock
 MESSAGE_ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_RENDERED_CHARS = 2 * MAX_BODY_BYTES
 MAX_RENDER_SECONDS = 10.0
+# A private-use character that no special token is replaced by: see special_token_escaper.py.
+_FINAL_MESSAGE_MARK = "\U0010fffd"
 _MAX_REASON_CHARS = 200
 _RESERVED_NAMES = frozenset(
     {
@@ -54,18 +57,26 @@ class ChatPrompt:
     add_generation_prompt: bool = True  # open the assistant's turn at the end
     # Further variables of the template, such as `enable_thinking`; see the model's card.
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, object]] = ()  # that the model may call, as JSON describes them
+    # End the prompt inside the last message, so that the output goes on with it.
+    continue_final_message: bool = False
 
     @property
     def render_bytes(self) -> int:
-        """Estimate of the work to render it: its text in bytes, and a constant for each message."""
-        arguments = sum(64 + len(str(value)) for value in self.template_kwargs.values())
-        return arguments + sum(
-            64 + _max_utf8_bytes(message.get("content")) for message in self.messages
+        """Estimate of the work to render it: its text in bytes, and a constant for each value."""
+        return sum(
+            map(_estimate_bytes, (*self.messages, *self.tools, *self.template_kwargs.items()))
         )
 
 
-def _max_utf8_bytes(content: object) -> int:
-    return len(content) * (1 if content.isascii() else 4) if isinstance(content, str) else 0
+def _estimate_bytes(value: object) -> int:
+    if isinstance(value, str):
+        return len(value) * (1 if value.isascii() else 4)
+    if isinstance(value, Mapping):
+        return 64 + sum(map(_estimate_bytes, chain(value.keys(), value.values())))
+    if isinstance(value, Sequence):
+        return 64 + sum(map(_estimate_bytes, value))
+    return 64
 
 
 class ChatTemplate:
@@ -75,6 +86,7 @@ class ChatTemplate:
         self, source: str, special_tokens: Mapping[str, str], clock: Clock = monotonic_clock
     ) -> None:
         """`special_tokens` are variables of the template, such as bos_token. Raises ConfigError."""
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._clock = clock
         try:
@@ -89,6 +101,8 @@ class ChatTemplate:
         check_messages(conversation)
         self._check_arguments(conversation.template_kwargs)
         try:
+            if conversation.continue_final_message:
+                return self._render_to_final_message(conversation)
             return self._render_within_limits(conversation)
         except _RenderLimitExceeded:
             bound = f"{MAX_RENDERED_CHARS} characters, {MAX_RENDER_SECONDS:g} s"
@@ -104,6 +118,7 @@ class ChatTemplate:
             ArithmeticError,
             AttributeError,
             LookupError,
+            RecursionError,
             TypeError,
             ValueError,
         ) as error:
@@ -111,6 +126,24 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {reason}", param="messages"
             ) from None
+
+    def _render_to_final_message(self, conversation: ChatPrompt) -> str:
+        """Render up to the end of the last message, and no turn marker after it.
+
+        A mark shows where it ends. A template that has removed the space after the mark would have
+        removed what space ends the message itself.
+        """
+        *before, last = conversation.messages
+        marked = {**last, "content": f"{last['content']}{_FINAL_MESSAGE_MARK} "}
+        rendered = self._render_within_limits(replace(conversation, messages=[*before, marked]))
+        prompt, mark, rest = rendered.rpartition(_FINAL_MESSAGE_MARK)
+        if not mark:
+            raise InvalidRequest(
+                "continue_final_message is true, but the chat template does not show the last "
+                "message",
+                param="continue_final_message",
+            )
+        return prompt if rest.startswith(" ") else prompt.rstrip()
 
     def _render_within_limits(self, conversation: ChatPrompt) -> str:
         """Raises _RenderLimitExceeded, and the template's errors."""
@@ -120,7 +153,7 @@ class ChatTemplate:
         for piece in self._template.generate(
             **conversation.template_kwargs,
             messages=[dict(message) for message in conversation.messages],
-            tools=None,
+            tools=[dict(tool) for tool in conversation.tools] or None,
             documents=None,
             add_generation_prompt=conversation.add_generation_prompt,
             **self._special_tokens,

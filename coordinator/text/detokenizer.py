@@ -12,7 +12,7 @@ those that end together, the longest.
 import codecs
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import tokenizers
@@ -48,12 +48,21 @@ class Vocabulary:
         self._texts: dict[int, str | None] = {}
         self._anchor = self._find_anchor()
 
-    def create_detokenizer(self, *, is_continuation: bool = False) -> IncrementalDetokenizer:
-        return (
+    def create_detokenizer(
+        self, *, is_continuation: bool = False, shown_special: frozenset[str] = frozenset()
+    ) -> IncrementalDetokenizer:
+        """`shown_special` are the special tokens whose names are part of the text."""
+        detokenizer = (
             _ByteLevelDetokenizer(self)
             if self.is_byte_level
             else _BufferedDetokenizer(self, is_continuation)
         )
+        shown = {
+            token: name
+            for name in shown_special
+            if (token := self.backend.token_to_id(name)) in self._special
+        }
+        return _SpecialTokenDetokenizer(detokenizer, shown) if shown else detokenizer
 
     def visible_piece(self, token: int) -> str | None:
         """Return the piece of a token, or None for special and unknown tokens."""
@@ -182,6 +191,25 @@ class _BufferedDetokenizer:
         return text
 
 
+class _SpecialTokenDetokenizer:
+    """Adds the names of some special tokens to the text of another detokenizer."""
+
+    def __init__(self, others: IncrementalDetokenizer, shown: Mapping[int, str]) -> None:
+        """`others` decodes the tokens that `shown` does not have."""
+        self._others = others
+        self._shown = shown
+
+    def append_tokens(self, tokens: Iterable[int]) -> str:
+        return "".join(map(self._append_token, tokens))
+
+    def _append_token(self, token: int) -> str:
+        name = self._shown.get(token)
+        return self._others.append_tokens((token,)) if name is None else self.flush() + name
+
+    def flush(self) -> str:
+        return self._others.flush()
+
+
 def _has_byte_level_step(decoder: Any) -> bool:
     """Whether byte-level pieces are turned into text as one step of several."""
     if decoder is None:
@@ -207,6 +235,7 @@ class StopStringMatcher:
         self._fed_characters = 0
         # How many of the last characters may be the beginning of a stop string: not to be emitted.
         self.held_characters = 0
+        self.matched_string: str | None = None  # the longest stop string that became complete
 
     def skip_characters(self, characters: int) -> None:
         """Advance the position without searching."""
@@ -220,13 +249,14 @@ class StopStringMatcher:
         for character in text:
             self._fed_characters += 1
             complete = [
-                automaton.length
+                automaton.string
                 for automaton in self._automata
                 if automaton.feed_character(character)
             ]
             if complete:
                 self.held_characters = 0
-                return self._fed_characters - max(complete)
+                self.matched_string = max(complete, key=len)
+                return self._fed_characters - len(self.matched_string)
         self.held_characters = max(
             (automaton.matched_length for automaton in self._automata), default=0
         )
@@ -237,17 +267,16 @@ class _KmpAutomaton:
     """Matches one string. Knuth, Morris, Pratt: Fast Pattern Matching in Strings (1977)."""
 
     def __init__(self, string: str) -> None:
-        self._string = string
-        self.length = len(string)
+        self.string = string
         self.matched_length = 0  # length of the longest prefix of the string that ends the text
         self._fallback = _prefix_function(string)
 
     def feed_character(self, character: str) -> bool:
         matched = self.matched_length
-        while matched and self._string[matched] != character:
+        while matched and self.string[matched] != character:
             matched = self._fallback[matched]
-        self.matched_length = matched + (self._string[matched] == character)
-        return self.matched_length == self.length
+        self.matched_length = matched + (self.string[matched] == character)
+        return self.matched_length == len(self.string)
 
 
 def _prefix_function(string: str) -> list[int]:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -120,16 +120,18 @@ def _find_surrounding_tokens(
 
 
 def _escape_texts(conversation: ChatPrompt, marks: Mapping[str, str]) -> ChatPrompt:
-    def marked(words: Mapping[str, object]) -> dict[str, object]:
-        return {
-            name: _escape_text(value, marks) if isinstance(value, str) else value
-            for name, value in words.items()
-        }
+    def escape_in(value: object) -> Any:
+        if isinstance(value, str):
+            return _escape_text(value, marks)
+        if isinstance(value, Mapping):
+            return {escape_in(name): escape_in(inner) for name, inner in value.items()}
+        return [escape_in(item) for item in value] if isinstance(value, list) else value
 
     return replace(
         conversation,
-        messages=[marked(message) for message in conversation.messages],
-        template_kwargs=marked(conversation.template_kwargs),
+        messages=[escape_in(message) for message in conversation.messages],
+        tools=[escape_in(tool) for tool in conversation.tools],
+        template_kwargs=escape_in(conversation.template_kwargs),
     )
 
 
@@ -154,5 +156,18 @@ def _find_placeholders(texts: list[str]) -> set[str]:
 
 
 def _chat_texts(conversation: ChatPrompt) -> Iterator[str]:
-    for words in (*conversation.messages, conversation.template_kwargs):
-        yield from (value for value in words.values() if isinstance(value, str))
+    for value in (*conversation.messages, *conversation.tools, conversation.template_kwargs):
+        yield from _inner_texts(value)
+
+
+def _inner_texts(value: object) -> Iterator[str]:
+    """Yield all texts in a value, also the names in objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield name
+            yield from _inner_texts(inner)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _inner_texts(item)

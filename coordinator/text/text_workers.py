@@ -60,6 +60,11 @@ class TextWorkers:
         result: Result = await lane.run_work(work, size)
         return result
 
+    def close(self) -> None:
+        """End the threads, after the work that they do. No more work may be given to them."""
+        self._short.close()
+        self._long.close()
+
 
 @dataclass(order=True, slots=True)
 class _TextJob:
@@ -86,6 +91,9 @@ class _WorkerLane:
         self._aging_seconds_per_byte = aging_seconds_per_byte
         self._waiting: list[_TextJob] = []
         self._serial = count()
+
+    def close(self) -> None:
+        self._executor.shutdown(cancel_futures=True)
 
     async def run_work(self, work: Callable[[], Any], size: int) -> Any:
         if self.pending_bytes and self.pending_bytes + size > self._max_pending_bytes:

@@ -10,9 +10,10 @@ twice the allowed tokens. A cut changes only the tokens next to it, so such a te
 however it is cut.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
+from types import MappingProxyType
 from typing import NoReturn, Protocol
 
 import tokenizers
@@ -78,8 +79,23 @@ class Tokenizer(Protocol):
         """Return the text of tokens as in an output, and where each token begins in it."""
         ...
 
-    def create_detokenizer(self, *, is_continuation: bool = False) -> IncrementalDetokenizer:
-        """`is_continuation`: the tokens continue a text, instead of beginning one."""
+    @property
+    def chat_template_source(self) -> str | None:
+        """The text of the model's chat template, None without one."""
+        ...
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """What the model's tokenizer_config.json says; empty without a tokenizer."""
+        ...
+
+    def create_detokenizer(
+        self, *, is_continuation: bool = False, shown_special: frozenset[str] = frozenset()
+    ) -> IncrementalDetokenizer:
+        """`is_continuation`: the tokens continue a text, instead of beginning one.
+
+        Special tokens have no text, except those named in `shown_special`.
+        """
         ...
 
     def token_text(self, token: int) -> str:
@@ -99,6 +115,8 @@ class NoTokenizer:
     """Token ids only: text is refused for `reason`, and output text is empty."""
 
     has_text = False
+    chat_template_source: str | None = None
+    settings: Mapping[str, object] = MappingProxyType({})
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -128,7 +146,9 @@ class NoTokenizer:
     async def decode_with_offsets(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
         return "", [0] * len(tokens)
 
-    def create_detokenizer(self, *, is_continuation: bool = False) -> IncrementalDetokenizer:
+    def create_detokenizer(
+        self, *, is_continuation: bool = False, shown_special: frozenset[str] = frozenset()
+    ) -> IncrementalDetokenizer:
         return _NullDetokenizer()
 
     def token_text(self, token: int) -> str:
@@ -216,7 +236,9 @@ class HfTokenizer:
         bos: int | None,
         template: ChatTemplate | None = None,
         workers: TextWorkers | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> None:
+        self.settings = settings or {}
         backend.no_truncation()
         backend.no_padding()
         _keep_spaces_in_offsets(backend.post_processor)
@@ -291,8 +313,16 @@ class HfTokenizer:
 
         return await self._run_work(decode, DECODE_BYTES_PER_TOKEN * len(tokens))
 
-    def create_detokenizer(self, *, is_continuation: bool = False) -> IncrementalDetokenizer:
-        return self._vocabulary.create_detokenizer(is_continuation=is_continuation)
+    @property
+    def chat_template_source(self) -> str | None:
+        return None if self._template is None else self._template.source
+
+    def create_detokenizer(
+        self, *, is_continuation: bool = False, shown_special: frozenset[str] = frozenset()
+    ) -> IncrementalDetokenizer:
+        return self._vocabulary.create_detokenizer(
+            is_continuation=is_continuation, shown_special=shown_special
+        )
 
     def token_text(self, token: int) -> str:
         return self._vocabulary.token_text(token) or _token_id_string(token)

@@ -75,7 +75,16 @@ def _from_files(folder: Path, workers: TextWorkers | None) -> HfTokenizer | None
     if not _settings_match_backend(backend, bos, settings):
         return None
     return HfTokenizer(
-        backend, bos, _build_template(_read_template_source(folder, settings), special), workers
+        backend,
+        bos,
+        _build_template(_read_template_source(folder, settings), special),
+        workers,
+        settings
+        | {
+            name: _special_token_text(value)
+            for name, value in settings.items()
+            if name.endswith("_token") and isinstance(value, dict)
+        },
     )
 
 
@@ -132,4 +141,13 @@ def _from_transformers(model: str, workers: TextWorkers | None) -> HfTokenizer:
     special = {
         name: token for name, token in loaded.special_tokens_map.items() if isinstance(token, str)
     }
-    return HfTokenizer(backend, loaded.bos_token_id, _build_template(source, special), workers)
+    settings = {name: value for name, value in loaded.init_kwargs.items() if _is_shown(name, value)}
+    return HfTokenizer(
+        backend, loaded.bos_token_id, _build_template(source, special), workers, settings | special
+    )
+
+
+def _is_shown(name: str, value: object) -> bool:
+    """Whether clients may read a setting; paths of this machine are left out."""
+    is_path = name == "name_or_path" or name.endswith("_file")
+    return not is_path and (value is None or isinstance(value, str | int | float))

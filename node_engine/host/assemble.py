@@ -13,7 +13,9 @@ any of them.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from baton.cluster_link.coordinator_link import CoordinatorLink
 from baton.config import flags as config_flags
@@ -28,6 +30,7 @@ from baton.process.clock import monotonic_clock
 from baton.process.entry import run_process
 from baton.process.startup import STARTUP
 from baton.shared_memory import segment as segments
+from baton.structured_output.tokenizer_file import find_tokenizer_file
 from baton.types import BlockIndex, NodeName, Role, mint_id
 from decode_node.decode_role import DecodeRole
 from decode_node.default_limits import DECODE_LIMITS
@@ -42,7 +45,14 @@ from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.scheduling.step_limits import DeviceType, StepLimits, resolve_step_limits
 from node_engine.core.scheduling.step_measurement import MeasuredStep
 from node_engine.core.step.engine import Engine
-from node_engine.host.compute_thread import ComputeInbox, ComputeThread, RoleFactory, SwitchableRole
+from node_engine.host.command_stages import CommandStages
+from node_engine.host.compute_thread import (
+    AwaitedMaskComputed,
+    ComputeInbox,
+    ComputeThread,
+    RoleFactory,
+    SwitchableRole,
+)
 from node_engine.host.device_monitor import DeviceMonitor
 from node_engine.host.engine_factory import (
     build_engine,
@@ -57,8 +67,12 @@ from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_client import SharedPoolClient
 from node_engine.shared_pool.pool_connector import PoolConnector, PoolLookups
+from node_engine.structured_output.constrained_orders import ConstrainedOrders
 from prefill_node.default_limits import PREFILL_LIMITS
 from prefill_node.prefill_role import PrefillRole
+
+if TYPE_CHECKING:  # llguidance is imported only if a model with a tokenizer is served
+    from node_engine.structured_output.constraint_factory import ConstraintFactory
 
 DEFAULT_LIMITS = {Role.PREFILL: PREFILL_LIMITS, Role.DECODE: DECODE_LIMITS}
 
@@ -95,6 +109,7 @@ async def run_node(
     require_cache_memory(config, device)  # fail before a model is loaded
     engine = await asyncio.to_thread(build_engine, config, device, limits)
     STARTUP.end_phase("model")
+    constraints = make_constraint_factory(config, engine)
     config = await with_advertised_address(config, stop)
     if stop.is_set():
         return
@@ -109,7 +124,9 @@ async def run_node(
         limits = choose_measured_limits(config, limits, measured)
         files = await asyncio.to_thread(load_model_files, config)
         factories = role_factories or ROLE_FACTORIES
-        node = assemble_node(config, limits, measured, role, name, engine, arena, files, factories)
+        node = assemble_node(
+            config, limits, measured, role, name, engine, arena, constraints, files, factories
+        )
         await node.run(stop)
     finally:
         arena.close()
@@ -123,6 +140,7 @@ def assemble_node(
     name: NodeName,
     engine: Engine,
     arena: HostArena,
+    constraints: "ConstraintFactory | None",
     model_files: ModelFileDigests,
     role_factories: Mapping[Role, RoleFactory],
 ) -> NodeRuntime:
@@ -139,18 +157,40 @@ def assemble_node(
     context = make_role_context(
         config, host_id, engine, arena, scheduler, pool_client, reporter, inbox
     )
-    lookups = make_pool_lookups(context, pool_client, inbox)
+    stages = make_command_stages(context, pool_client, constraints, inbox)
+    if stages.constrained_orders is not None:
+        context = replace(context, constraints=stages.constrained_orders)
     switchable_role = SwitchableRole(
         context, role_factories, role, on_changed=lambda: call_on_loop(loop, link.rejoin)
     )
-    compute_thread = ComputeThread(context, inbox, monotonic_clock, lookups)
+    compute_thread = ComputeThread(context, inbox, monotonic_clock, stages.submit_command)
     devices = DeviceMonitor(engine, monotonic_clock)
     member = NodeLinkMember(
-        context, switchable_role, compute_thread, lookups, pool_client, model_files, devices
+        context, switchable_role, compute_thread, stages, pool_client, model_files, devices
     )
     link = make_coordinator_link(config, member, compute_thread)
     return NodeRuntime(
-        context, inbox, switchable_role, compute_thread, lookups, pool_client, link, arena.memory
+        context, inbox, switchable_role, compute_thread, stages, pool_client, link, arena.memory
+    )
+
+
+def make_constraint_factory(config: NodeConfig, engine: Engine) -> "ConstraintFactory | None":
+    """What makes the grammars of outputs; None for a model without a tokenizer.json.
+
+    The tokenizer is read on a thread from now on. That takes Python's lock for up to half a second,
+    and so it is done before the node serves.
+    """
+    tokenizer_file = find_tokenizer_file(config.model, config.engine)
+    if tokenizer_file is None:
+        return None
+    from node_engine.structured_output.constraint_factory import ConstraintFactory
+
+    return ConstraintFactory(
+        tokenizer_file,
+        vocab_size=engine.vocab_size,
+        eos_token_ids=engine.eos_token_ids,
+        max_grammars=config.grammar_cache,
+        clock=monotonic_clock,
     )
 
 
@@ -202,14 +242,23 @@ def make_role_context(
     )
 
 
-def make_pool_lookups(
+def make_command_stages(
     context: RoleContext,
     pool_client: SharedPoolClient | None,
+    constraints: "ConstraintFactory | None",
     inbox: ComputeInbox[NodeCommand | object],
-) -> PoolLookups | None:
-    if pool_client is None:
-        return None
-    return PoolLookups(pool_client, context.engine, context.pool_connector, inbox.put)
+) -> CommandStages:
+    """What commands pass before they reach `inbox`: grammars, then look-ups in the pool."""
+    lookups = constrained = None
+    submit: Callable[[NodeCommand], None] = inbox.put
+    if pool_client is not None:
+        lookups = PoolLookups(pool_client, context.engine, context.pool_connector, inbox.put)
+        submit = lookups.submit_command
+    if constraints is not None:
+        constraints.set_awaited_mask_callback(lambda: inbox.put(AwaitedMaskComputed()))
+        constrained = ConstrainedOrders(constraints, submit, context.config.grammar_timeout)
+        submit = constrained.submit_command
+    return CommandStages(lookups, constrained, submit)
 
 
 def make_scheduler(
@@ -232,6 +281,7 @@ def make_scheduler(
             limits.max_batched_tokens,
             engine.max_model_len,
             engine.cache_limits.lookahead_tokens,
+            limits.max_draft_tokens,
         ),
         engine.eos_token_ids,
         PREEMPTION_POLICIES[config.preemption](),
@@ -257,7 +307,16 @@ def make_pool_block_copier(engine: Engine, arena: HostArena) -> CopyBlocks | Non
 
 
 def choose_step_limits(config: NodeConfig, role: Role, device: DeviceType) -> StepLimits:
-    """How much the node computes at once: see prefill_node and decode_node, default_limits.py."""
+    """How much the node computes at once: see prefill_node and decode_node, default_limits.py.
+
+    Raises ConfigError for limits that do not fit together, and for speculation on a GPU.
+    """
+    if device == "cuda" and config.speculative != "none":
+        raise ConfigError(
+            f"--speculative {config.speculative} is for CPUs, and this node computes on a GPU:"
+            " choose --speculative none or --device cpu",
+            param="speculative",
+        )
     return resolve_step_limits(config, DEFAULT_LIMITS[role][device])
 
 

@@ -34,13 +34,21 @@ from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.core.metrics.device_time import DeviceTime
 from node_engine.core.metrics.utilization import WorkMeter, make_step_costs
 from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
-from node_engine.core.sequences.outcomes import SequenceOutcome
+from node_engine.core.sequences.outcomes import SequenceOutcome, count_accepted_drafts
 from node_engine.core.step.engine import DeviceLost, LayerCallback
 from node_engine.core.step.step_batch import StepBatch
 from node_engine.roles.role_policy import RoleContext, RolePolicy
-from node_engine.shared_pool.pool_connector import PoolLookups, PublicationEnded
+from node_engine.shared_pool.pool_connector import PublicationEnded
 
 T = TypeVar("T")
+
+
+def exit_process(error: BaseException) -> None:
+    """End the process at once: what handles a failure of the compute thread in a node process."""
+    log.flush_log()
+    os._exit(1)
+
+
 RoleFactory = Callable[[RoleContext], RolePolicy]
 
 
@@ -76,6 +84,11 @@ class CacheMemoryExhausted:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitedMaskComputed:
+    """A sequence that stayed out of steps, because its mask took long, may join them again."""
+
+
+@dataclass(frozen=True, slots=True)
 class CallWhenIdle:
     """Call `callback` once, on the compute thread, as soon as the node holds no attempt."""
 
@@ -85,8 +98,8 @@ class CallWhenIdle:
 class ComputeThread:
     """Runs the loop of a node: handle commands, schedule, compute, deliver.
 
-    A step that raises fails its own attempts. Any other error is a bug, and the process exits at
-    once, so that nothing wrong is served.
+    A step that raises fails its own attempts. Any other error is a bug, and the thread ends with
+    `on_failed`, by which a node process exits at once, so that nothing wrong is served.
     """
 
     def __init__(
@@ -94,13 +107,18 @@ class ComputeThread:
         context: RoleContext,
         inbox: ComputeInbox[NodeCommand | object],
         clock: Clock,
-        lookups: PoolLookups | None,
+        submit: Callable[[NodeCommand], None],
+        on_failed: Callable[[BaseException], None] = exit_process,
     ) -> None:
-        """`lookups` puts commands into `inbox`, after a look-up; None without a shared pool."""
+        """`submit` puts a command into `inbox`, once all that it needs is there.
+
+        `on_failed` is called on the thread, as the last thing that it does.
+        """
+        self._on_failed = on_failed
         self._context = context
         self._inbox = inbox
         self._clock = clock
-        self._lookups = lookups
+        self._submit = submit
         self._role: RolePolicy | None = None
         # Snapshots for other threads, replaced in every turn of the loop.
         self.scheduler_load = context.scheduler.capacity.get_load()
@@ -129,10 +147,7 @@ class ComputeThread:
         """
         assert self._role is not None
         self._role.preview_command(command)
-        if self._lookups is None:
-            self._inbox.put(command)
-        else:
-            self._lookups.submit_command(command)
+        self._submit(command)
 
     @property
     def progress_age_seconds(self) -> float:
@@ -148,8 +163,7 @@ class ComputeThread:
             if isinstance(error, DeviceLost):
                 fields["reason"] = error.reason
             self._log.error("compute thread failed", **fields)
-            log.flush_log()
-            os._exit(1)
+            self._on_failed(error)
 
     def _loop(self) -> None:
         assert self._role is not None
@@ -196,6 +210,8 @@ class ComputeThread:
                     return False
                 case CallWhenIdle(callback):
                     self._idle_callbacks.append(callback)
+                case AwaitedMaskComputed():
+                    pass  # the next step has the sequence
                 case CacheMemoryExhausted():
                     self._context.block_pool.remove_unbacked_blocks()
                 case LedgerQuery(query):
@@ -231,12 +247,15 @@ class ComputeThread:
         computed = batch.without_deferred(results)
         self.work_meter.add_step(computed, started, ended)
         self._charge_device_time(computed, seconds)
-        self.decode_step_totals = self.decode_step_totals.with_step(computed, seconds)
         tokens = computed.num_tokens
-        if tokens > len(computed.slices):
+        if tokens - computed.num_draft_tokens > len(computed.slices):
             self._context.pool_connector.copy_cost_model.observe_prefill(tokens, seconds)
         self._context.scheduler.prefill_budget.observe_step(computed, seconds)
+        self._context.scheduler.speculator.observe_step(computed, seconds)
         outcomes = self._context.scheduler.update_from_results(batch, results)
+        self.decode_step_totals = self.decode_step_totals.with_step(
+            computed, seconds, count_accepted_drafts(outcomes)
+        )
         self._role.after_step(computed, outcomes, seconds)
 
     def _charge_device_time(self, batch: StepBatch, seconds: float) -> None:

@@ -47,6 +47,8 @@ class DeviceMonitor:
             memory_used_bytes=memory.used_bytes if memory else 0,
             mfu=mfu,
             mbu=mbu,
+            packed_weight_bytes=self._device.packed_weight_bytes,
+            packed_weight_source=self._device.packed_weight_source,
         )
 
 

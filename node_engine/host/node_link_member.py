@@ -12,11 +12,11 @@ from baton.process import log
 from baton.types import Incarnation
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
+from node_engine.host.command_stages import CommandStages
 from node_engine.host.compute_thread import ComputeThread, SwitchableRole
 from node_engine.host.device_monitor import DeviceMonitor
 from node_engine.roles.role_policy import RoleContext
 from node_engine.shared_pool.pool_client import SharedPoolClient
-from node_engine.shared_pool.pool_connector import PoolLookups
 
 
 class NodeLinkMember:
@@ -27,7 +27,7 @@ class NodeLinkMember:
         context: RoleContext,
         role: SwitchableRole,
         compute_thread: ComputeThread,
-        lookups: PoolLookups | None,
+        stages: CommandStages,
         pool_client: SharedPoolClient | None,
         model_files: ModelFileDigests,
         device_monitor: DeviceMonitor,
@@ -35,7 +35,7 @@ class NodeLinkMember:
         self._context = context
         self._role = role
         self._compute_thread = compute_thread
-        self._lookups = lookups
+        self._stages = stages
         self._pool_client = pool_client
         self._model_files = model_files
         self._device_monitor = device_monitor
@@ -88,7 +88,9 @@ class NodeLinkMember:
             progress_age_seconds=self._compute_thread.progress_age_seconds,
             counters=self._role.counters()
             | self._compute_thread.device_seconds
+            | self._context.scheduler.speculator.counters()
             | self._pool_counters()
+            | self._stages.counters()
             | log.get_log_counters(),
             decode_steps=steps.num_steps,
             decode_step_seconds=steps.seconds,
@@ -99,8 +101,6 @@ class NodeLinkMember:
         )
 
     def _pool_counters(self) -> dict[str, float]:
-        return (
-            (self._lookups.counters() if self._lookups else {})
-            | self._context.pool_connector.counters()
-            | (self._pool_client.counters() if self._pool_client else {})
+        return self._context.pool_connector.counters() | (
+            self._pool_client.counters() if self._pool_client else {}
         )

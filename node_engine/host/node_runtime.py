@@ -17,6 +17,7 @@ from baton.process import log
 from baton.process.startup import STARTUP
 from node_engine.core.node_commands import NodeCommand
 from node_engine.host.cache_memory import CacheMemory
+from node_engine.host.command_stages import CommandStages
 from node_engine.host.compute_thread import (
     CacheMemoryExhausted,
     CallWhenIdle,
@@ -26,7 +27,6 @@ from node_engine.host.compute_thread import (
 )
 from node_engine.roles.role_policy import RoleContext
 from node_engine.shared_pool.pool_client import SharedPoolClient
-from node_engine.shared_pool.pool_connector import PoolLookups
 
 
 class NodeRuntime:
@@ -38,7 +38,7 @@ class NodeRuntime:
         inbox: ComputeInbox[NodeCommand | object],
         role: SwitchableRole,
         compute_thread: ComputeThread,
-        lookups: PoolLookups | None,
+        stages: CommandStages,
         pool_client: SharedPoolClient | None,
         link: CoordinatorLink,
         cache_memory: CacheMemory,
@@ -48,7 +48,7 @@ class NodeRuntime:
         self._inbox = inbox
         self._role = role
         self._compute_thread = compute_thread
-        self._lookups = lookups
+        self._stages = stages
         self._pool_client = pool_client
         self._link = link
         self._cache_memory = cache_memory
@@ -78,6 +78,7 @@ class NodeRuntime:
             await asyncio.to_thread(self._compute_thread.stop)
             await asyncio.to_thread(self._role.close)
             await _cancel_tasks(pool)
+            self._stages.close()
 
     async def _leave_cluster(self) -> None:
         """Announce the shutdown, wait until all attempts have ended, and close the link in order.
@@ -86,8 +87,7 @@ class NodeRuntime:
         """
         self._link.send(NodeLeaving("stopping"), self._reporter.incarnation)
         loop, idle = asyncio.get_running_loop(), asyncio.Event()
-        if self._lookups is not None:
-            self._lookups.end_all_lookups()
+        self._stages.release_all()
         self._inbox.put(CallWhenIdle(lambda: call_on_loop(loop, idle.set)))
         try:
             async with asyncio.timeout(self._config.drain_timeout):

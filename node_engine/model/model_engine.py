@@ -19,7 +19,14 @@ from kv_kernels.reference.paged_attention import (
 )
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.core.step.engine import LayerCallback
-from node_engine.core.step.step_batch import SampleSpec, SequenceSlice, SliceResult, StepBatch
+from node_engine.core.step.step_batch import (
+    SampleSpec,
+    SequenceSlice,
+    SliceResult,
+    StepBatch,
+    gather_slice_results,
+    list_sampled_rows,
+)
 from node_engine.model.common.base_engine import (
     TORCH_DTYPES,
     logits_by_row,
@@ -64,14 +71,16 @@ class ForwardBatchBuilder:
         tables = [contexts[i] for i in order]
         positions = [np.arange(p.start, p.start + len(p.token_ids), dtype=np.int64) for p in slices]
         ends = np.cumsum([len(p.token_ids) for p in slices])
-        drawn = [i for i, slice_ in enumerate(slices) if slice_.sample_spec is not None]
+        rows, specs = list_sampled_rows(slices)
         scored = tuple(
             PromptLogprobRows(int(end) - len(slice_.token_ids), slice_.logprobs_spec, place)
             for place, slice_, end in zip(order, slices, ends, strict=True)
             if slice_.logprobs_spec is not None
         )
-        attend, attend_sampled = self._plan_attention(slices, tables, drawn, whole=bool(scored))
-        draws = self._tensor(ends[drawn] - 1)
+        # To the end are computed all rows, or the last row of slices.
+        whole = bool(scored) or any(slice_.draft_specs for slice_ in slices)
+        attend, attend_sampled = self._plan_attention(slices, tables, len(rows), whole=whole)
+        draws = self._tensor(np.array(rows, np.int64))
         return ForwardBatch(
             token_ids=self._tensor(
                 np.concatenate([np.asarray(p.token_ids, dtype=np.int64) for p in slices])
@@ -81,12 +90,10 @@ class ForwardBatchBuilder:
             partly_filled_blocks=self._tensor(self._find_partly_filled_blocks(slices, tables)),
             attention_by_layer=attend,
             sampled_attention=attend_sampled,
-            sampled_rows=self._tensor(np.arange(ends[-1])) if scored else draws,
+            sampled_rows=self._tensor(np.arange(ends[-1])) if whole else draws,
             drawn_rows=draws,
-            sample_specs=tuple(
-                slice_.sample_spec for slice_ in slices if slice_.sample_spec is not None
-            ),
-            drawn_slice_indices=tuple(order[i] for i in drawn),
+            sample_specs=tuple(specs),
+            slice_order=tuple(order),
             prompt_logprob_rows=scored,
         )
 
@@ -125,7 +132,7 @@ class ForwardBatchBuilder:
         self,
         slices: list[SequenceSlice],
         tables: list[AttentionContext],
-        drawn: list[int],
+        num_sampled_rows: int,
         *,
         whole: bool,
     ) -> tuple[tuple[tuple[AttentionOp, ...], ...], tuple[AttentionOp, ...]]:
@@ -138,9 +145,13 @@ class ForwardBatchBuilder:
             window: self._plan_window_attention(slices, tables, window) for window in set(windows)
         }
         attend = tuple(parts[window] for window in windows)
-        if whole or len(drawn) == sum(len(slice_.token_ids) for slice_ in slices):
+        if whole or num_sampled_rows == sum(len(slice_.token_ids) for slice_ in slices):
             return attend, attend[-1]
-        last = [clip_to_window(tables[i], windows[-1], 1, self._block_size) for i in drawn]
+        last = [
+            clip_to_window(context, windows[-1], 1, self._block_size)
+            for slice_, context in zip(slices, tables, strict=True)
+            if slice_.sample_spec is not None
+        ]
         return attend, tuple(self._kernels.plan_decode(self._cache, last, self._dtype))
 
     def _plan_window_attention(
@@ -244,15 +255,7 @@ class ModelEngine(HostMemoryEngine):
                 self._kernels.clear_blocks(self._cache.arena, plan.partly_filled_blocks)
             hidden = self._model.forward(plan, self._cache, on_layer)
             if hidden is not None and plan.sample_specs:
-                drawn = (
-                    hidden.index_select(0, plan.drawn_rows) if plan.prompt_logprob_rows else hidden
-                )
-                for index, result in zip(
-                    plan.drawn_slice_indices,
-                    self._sample_tokens(self._model.compute_logits(drawn), plan.sample_specs),
-                    strict=True,
-                ):
-                    results[index] = result
+                results = self._draw_tokens(batch, plan, hidden)
             if hidden is not None and plan.prompt_logprob_rows:
                 for rows in plan.prompt_logprob_rows:
                     scores = score_prompt_rows(
@@ -264,3 +267,20 @@ class ModelEngine(HostMemoryEngine):
                     results[index] = results[index]._replace(prompt_logprobs=scores)
             self._kernels.synchronize()
         return tuple(results)
+
+    def _draw_tokens(
+        self,
+        batch: StepBatch,
+        plan: ForwardBatch,
+        hidden: torch.Tensor,  # [sampled, hidden]
+    ) -> list[SliceResult]:
+        is_all_drawn = len(plan.drawn_rows) == len(hidden)
+        drawn = hidden if is_all_drawn else hidden.index_select(0, plan.drawn_rows)
+        sampled = self._sample_tokens(self._model.compute_logits(drawn), plan.sample_specs)
+        ordered = [batch.slices[index] for index in plan.slice_order]
+        results = [SliceResult()] * len(ordered)
+        for index, result in zip(
+            plan.slice_order, gather_slice_results(ordered, sampled), strict=True
+        ):
+            results[index] = result
+        return results

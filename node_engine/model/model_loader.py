@@ -85,9 +85,8 @@ def load_model_engine(
 
 
 def _has_native_kernels(model: ResolvedModel) -> bool:
-    """Whether the native kernels compute this model: on a CPU, not in FP8, KV in its own dtype."""
-    is_plain = model.quantization != FP8 and model.layout.dtype == model.dtype
-    return model.device.type == "cpu" and is_plain
+    """Whether the native kernels compute this model: on a CPU, and not in FP8."""
+    return model.device.type == "cpu" and model.quantization != FP8
 
 
 def _load_native(

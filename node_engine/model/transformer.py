@@ -33,11 +33,12 @@ class ForwardBatch:
     partly_filled_blocks: torch.Tensor  # int64 [n], blocks that the step starts but does not fill
     attention_by_layer: tuple[tuple[AttentionOp, ...], ...]  # of all rows
     sampled_attention: tuple[AttentionOp, ...]  # of `sampled_rows` alone, in the last layer
-    # int64 [sampled], rows computed to the end: `drawn_rows`, or all rows to score a prompt.
+    # int64 [sampled], rows computed to the end: `drawn_rows`, or all rows to score a prompt or to
+    # verify drafts.
     sampled_rows: torch.Tensor
     drawn_rows: torch.Tensor  # int64 [draws], rows from whose logits a token is sampled
     sample_specs: tuple[SampleSpec, ...]  # one for each of `drawn_rows`
-    drawn_slice_indices: tuple[int, ...]  # the slice of the StepBatch of each of `drawn_rows`
+    slice_order: tuple[int, ...]  # the slices of the StepBatch, in the order of their rows
     prompt_logprob_rows: tuple[PromptLogprobRows, ...]
 
     @property

@@ -9,7 +9,8 @@ from node_engine.core.step.step_batch import StepBatch
 class PacedCosts:
     """Duration of a step, in microseconds.
 
-    A slice of one sampled token counts as decode, any other as prefill. *Context* and *cached*
+    A slice of one sampled token, drafts aside, counts as decode, and any other as prefill. A draft
+    costs what a prompt token does. *Context* and *cached*
     tokens are those before the slice, whose KV is in the arena.
     """
 
@@ -24,10 +25,13 @@ class PacedCosts:
         """Seconds that a step takes."""
         micros, decoding = self.step_base_us, False
         for slice_ in batch.slices:
-            if len(slice_.token_ids) == 1 and slice_.sample_spec is not None:
+            drafts = len(slice_.draft_specs)
+            if len(slice_.token_ids) - drafts == 1 and slice_.sample_spec is not None:
                 decoding = True
                 micros += (
-                    self.decode_us_per_sequence + self.decode_us_per_context_token * slice_.start
+                    self.decode_us_per_sequence
+                    + self.decode_us_per_context_token * slice_.start
+                    + self.prefill_us_per_token * drafts
                 )
             else:
                 micros += (

@@ -51,6 +51,8 @@ from node_engine.core.step.step_batch import (
     SequenceSlice,
     SliceResult,
     StepBatch,
+    gather_slice_results,
+    list_sampled_rows,
 )
 from node_engine.paced.costs import PacedCosts
 from node_engine.paced.token_hash import Ints, Longs, draw_token, mix, mix_tokens, token_logprobs
@@ -189,11 +191,9 @@ class PacedEngine:
                 self._wait(remaining)
             if on_layer is not None:
                 on_layer(layer)
-        last = digests[new.ends - 1].tolist()
-        results = [
-            self._build_result(digest, slice_.sample_spec)
-            for digest, slice_ in zip(last, batch.slices, strict=True)
-        ]
+        rows, specs = list_sampled_rows(batch.slices)
+        sampled = map(self._build_result, digests[rows].tolist(), specs)
+        results = gather_slice_results(batch.slices, sampled)
         for index, slice_ in enumerate(batch.slices):
             if slice_.logprobs_spec is not None:
                 after = digests[new.starts[index] : new.ends[index]].tolist()
@@ -204,9 +204,7 @@ class PacedEngine:
                 )
         return tuple(results)
 
-    def _build_result(self, digest: int, sample: SampleSpec | None) -> SliceResult:
-        if sample is None:
-            return SliceResult()
+    def _build_result(self, digest: int, sample: SampleSpec) -> SliceResult:
         token, top = (
             self._draw_token(digest, sample.position, sample.forbidden_token_ids),
             sample.params.logprobs,

@@ -171,6 +171,7 @@ class BaseRole(ABC):
                 self._end_attempt(work.key, error, report=False)
             except BatonError as error:
                 self._end_attempt(work.key, error, report=True)
+        self._context.constraints.drop_constraint(work.key)
         if pool_prefix is not None:
             pool_prefix.release()
 

@@ -19,7 +19,12 @@ from baton.cluster_link.messages import (
     StepTokens,
     build_cache_report,
 )
-from baton.cluster_link.report_types import HandoffReport, LedgerOwner, MemberLedger
+from baton.cluster_link.report_types import (
+    HandoffReport,
+    LedgerOwner,
+    MemberLedger,
+    VerifiedDraft,
+)
 from baton.errors import BatonError
 from baton.kv.cache_journal import CacheEventBatch
 from baton.types import AttemptKey, Incarnation, NodeName, Ticket, TokenEvent, TokenLogprobs
@@ -44,8 +49,10 @@ class CoordinatorReporter:
     def report_refused(self, key: AttemptKey, needed: int, free: int) -> None:
         self._send_report(ReservationRefused(key, needed, free))
 
-    def report_tokens(self, events: Sequence[TokenEvent]) -> None:
-        self._send_report(StepTokens(tuple(events)))
+    def report_tokens(
+        self, events: Sequence[TokenEvent], drafts: Sequence[VerifiedDraft] = ()
+    ) -> None:
+        self._send_report(StepTokens(tuple(events), tuple(drafts)))
 
     def report_prompt_logprobs(
         self, key: AttemptKey, first_position: int, scores: Sequence[TokenLogprobs]

@@ -5,21 +5,49 @@ decode_node implement one each, on the base of base_role.py.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.config.node_config import NodeConfig
+from baton.errors import GrammarFailed
 from baton.process.clock import Clock
 from baton.shared_memory.segment import Segment
-from baton.types import NodeName
+from baton.types import AttemptKey, AttemptSpec, NodeName
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import SequenceOutcome
+from node_engine.core.sequences.token_constraint import TokenConstraint
 from node_engine.core.step.engine import Engine, LayerCallback
 from node_engine.core.step.step_batch import StepBatch
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.shared_pool.pool_connector import PoolConnector
+
+
+class ConstraintSource(Protocol):
+    """The grammars of outputs, which were prepared when the orders arrived."""
+
+    def take_constraint(self, work: AttemptSpec) -> TokenConstraint | None:
+        """Return the grammar's state for a new attempt, once; None if its output has no grammar.
+
+        Raises BatonError if it could not be prepared.
+        """
+        ...
+
+    def drop_constraint(self, key: AttemptKey) -> None:
+        """Forget a constraint that was not taken."""
+        ...
+
+
+class NoConstraints:
+    """Refuses attempts whose outputs have a grammar; a ConstraintSource."""
+
+    def take_constraint(self, work: AttemptSpec) -> None:
+        if work.request.sampling.structured_output is not None:
+            raise GrammarFailed("structured output needs a tokenizer.json, and this node has none")
+
+    def drop_constraint(self, key: AttemptKey) -> None:
+        """There are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +66,7 @@ class RoleContext:
     pool_connector: PoolConnector
     block_memory: memoryview  # all blocks that a block table may contain, the arena's first
     emit: Callable[[object], None]  # puts an event of the role on the inbox; thread-safe
+    constraints: ConstraintSource = field(default_factory=NoConstraints)
 
 
 class RolePolicy(Protocol):

@@ -22,6 +22,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.pb import generation_pb2, generation_pb2_grpc
+from tests.abuse.hostile_grammars import encode_grammar_bodies
 
 Addresses = Mapping[str, str]
 AnswerCounts = Counter[str]
@@ -34,6 +35,7 @@ _HALF_BODIES = 150
 _SILENT_CALLS = 200
 _STALLED_SMALL, _STALLED_LARGE = 80, 40  # bodies
 _SLOW_READERS = 8
+_GRAMMARS, _GRAMMAR_LANES = 240, 8
 _ALPHABET = "abc ÄÖß 漢字かな 🙂\n\t🚀{}[]\\"
 
 
@@ -85,6 +87,17 @@ async def attack_with_bodies(where: Addresses, until: float, answers: AnswerCoun
             answers[await _post(where["http"], body, headers)] += 1
 
     await asyncio.gather(*(send_in_turn(lane) for lane in range(8)))
+
+
+async def attack_with_grammars(where: Addresses, until: float, answers: AnswerCounts) -> None:
+    """Structured outputs under grammars that explode, each another one."""
+    bodies = encode_grammar_bodies(_GRAMMARS)
+
+    async def send_in_turn(lane: int) -> None:
+        for body in _cycle_until(bodies[lane::_GRAMMAR_LANES], until):
+            answers[await _post(where["http"], body, {"content-type": "application/json"})] += 1
+
+    await asyncio.gather(*(send_in_turn(lane) for lane in range(_GRAMMAR_LANES)))
 
 
 async def attack_over_grpc(where: Addresses, until: float, answers: AnswerCounts) -> None:
@@ -236,6 +249,7 @@ async def attack_with_watches(where: Addresses, until: float, answers: AnswerCou
 
 ATTACKS: dict[str, Callable[[Addresses, float, AnswerCounts], Awaitable[None]]] = {
     "hostile bodies": attack_with_bodies,
+    "hostile grammars": attack_with_grammars,
     "hostile messages over gRPC": attack_over_grpc,
     "idle sockets": attack_with_idle_sockets,
     "half-sent bodies": attack_with_half_bodies,

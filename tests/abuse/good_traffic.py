@@ -3,7 +3,7 @@
 Requests come at a steady rate, whatever becomes of those before. Half of them repeat prompts whose
 answers were recorded while nothing else ran, so that a wrong token is seen; the others have prompts
 that nobody has sent before, so that every one of them is prefilled and handed off. They are greedy
-and in float32.
+and in float32. The outputs of some obey a schema, which is known once the answers are recorded.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 
-from baton.pb.generation_pb2 import GenerateRequest
+from baton.pb.generation_pb2 import GenerateRequest, StructuredOutput
 from baton.pb.generation_pb2_grpc import GenerationStub
 from tests import http_exchange
 from tests.open_loop import percentile
@@ -25,6 +25,9 @@ from tests.open_loop import percentile
 REFUSALS = (429, 503)
 _OUTPUT = 12  # tokens of each answer
 _PROMPTS = 8  # that are repeated
+_CONSTRAINED_PROMPTS = 2  # likewise, with outputs of a schema
+_CONSTRAINED_START = "The values in JSON,"
+_SCHEMA = json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 9})
 _LARGE = 100_000  # bytes that make a body a large one
 _OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 _HTTP_STATUS = {grpc.StatusCode.RESOURCE_EXHAUSTED: 429, grpc.StatusCode.UNAVAILABLE: 503}
@@ -91,10 +94,10 @@ class GoodTraffic:
 
     async def record_answers(self) -> None:
         """Ask each of the prompts that are repeated once, while nothing else runs."""
-        for number in range(_PROMPTS):
-            outcome = await self._run_client(
-                f"def function_{number}(first, second):\n    ", time.monotonic()
-            )
+        prompts = [f"def function_{number}(first, second):\n    " for number in range(_PROMPTS)]
+        prompts += [f"{_CONSTRAINED_START} {number}: " for number in range(_CONSTRAINED_PROMPTS)]
+        for prompt in prompts:
+            outcome = await self._run_client(prompt, time.monotonic())
             assert outcome.result == "answered", outcome
             self._recorded[outcome.prompt] = outcome.text
 
@@ -144,6 +147,8 @@ class GoodTraffic:
         request = GenerateRequest(
             text=outcome.prompt, max_tokens=_OUTPUT, temperature=0, ignore_eos=True
         )
+        if outcome.prompt.startswith(_CONSTRAINED_START):
+            request.structured_output.CopyFrom(StructuredOutput(json=_SCHEMA))
         try:
             async with grpc.aio.insecure_channel(
                 self.grpc_address, options=_OWN_CONNECTION
@@ -163,7 +168,7 @@ class GoodTraffic:
         self, outcome: TrafficOutcome, due: float, more: Mapping[str, str]
     ) -> None:
         host, _, port = self.http_address.rpartition(":")
-        body = {
+        body: dict[str, object] = {
             "prompt": outcome.prompt,
             "max_tokens": _OUTPUT,
             "temperature": 0,
@@ -171,6 +176,8 @@ class GoodTraffic:
             "stream": True,
             **more,
         }
+        if outcome.prompt.startswith(_CONSTRAINED_START):
+            body["structured_outputs"] = {"json": _SCHEMA}
         done = False
         async with http_exchange.post((host, int(port)), "/v1/completions", body, {}) as answer:
             outcome.status = answer.status

@@ -2,7 +2,7 @@
 connections, slow bodies and readers, log sinks that block or fail, processes of a name that is
 taken, nodes of another model.
 
-`make test` runs each attack for two seconds and judges outcomes, counts and memory; `make abuse`
+`make test` runs each attack for a second and judges outcomes, counts and memory; `make abuse`
 runs it for `--abuse-seconds` and judges time too. The attackers run at the lowest priority on the
 same cores. Whoever behaves gets its own tokens: prompts that are repeated have the answers that
 were recorded before.
@@ -34,7 +34,9 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)
 
 REQUESTS_PER_SECOND = 4.0  # good requests a second
 JUDGED_SECONDS = 20.0  # seconds of an attack from which on time is judged as well
-MIN_ANSWERED_SHARE = 0.95  # of good requests
+MIN_ANSWERED_SHARE = 0.95  # of good requests, where time is judged
+# Of good requests otherwise: they may be refused for want of time, so that a slow machine has more.
+MIN_ANSWERED_SHARE_UNTIMED = 0.5
 MAX_TTFT_RATIO = 3.0  # times the idle p99 of the time to first token
 MAX_REFUSAL_SECONDS = 1.0  # seconds
 MAX_GROWTH_BYTES = 384 << 20  # bytes that one process may take while bodies are in flight
@@ -70,9 +72,11 @@ class AbuseRun:
         assert self._idle_report is not None
         self._record_figures(name, report, answers)
         assert set(report.result_counts) <= {"answered", "refused"}, report.result_counts
-        assert report.answered_share >= MIN_ANSWERED_SHARE, report.result_counts
+        is_timed = self.seconds >= JUDGED_SECONDS
+        least = MIN_ANSWERED_SHARE if is_timed else MIN_ANSWERED_SHARE_UNTIMED
+        assert report.answered_share >= least, report.result_counts
         await self.cluster.wait_idle()
-        if self.seconds < JUDGED_SECONDS:
+        if not is_timed:
             return
         slowest = report.ttft_quantile(0.99)
         assert slowest <= MAX_TTFT_RATIO * self._idle_report.ttft_quantile(0.99), (

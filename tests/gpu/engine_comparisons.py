@@ -20,6 +20,7 @@ from node_engine.core.step.step_batch import (
 )
 from tests.layer_callbacks import FunctionCallback
 from tests.sequence_runs import SequenceRun, ShuffledBlocks, run_step, run_to_end
+from tests.token_masks import FixedTokenMask
 
 NUM_BLOCKS = 64
 _CHUNK = 32  # prompt tokens of a step before a hand-off
@@ -153,7 +154,8 @@ def _view_slabs(engine: Engine, memory: mmap.mmap) -> npt.NDArray[np.uint8]:
 
 
 def run_special_rows(engine: Engine) -> tuple[list[int], list[float]]:
-    """Token ids and logprobs of steps with biased, penalised and scored rows beside plain ones."""
+    """Token ids and logprobs of steps with biased, penalised, masked and scored rows beside plain
+    ones."""
     blocks = ShuffledBlocks(NUM_BLOCKS)
     counts = TokenCounts((3, 4, 5))
     counts.add_output_tokens((9, 9, 11))
@@ -162,6 +164,7 @@ def run_special_rows(engine: Engine) -> tuple[list[int], list[float]]:
     drawn = SamplingParams(
         1, temperature=1.1, seed=5, top_k=30, top_p=0.9, repetition_penalty=1.3, logprobs=0
     )
+    drawn_freely = SamplingParams(1, temperature=1.0, seed=2)
 
     def make_slice(
         number: int, length: int, spec: SampleSpec | None, top_logprobs: int | None = None
@@ -177,6 +180,15 @@ def run_special_rows(engine: Engine) -> tuple[list[int], list[float]]:
             make_slice(2, 9, SampleSpec(biased, 0, 9)),
             make_slice(3, 1, SampleSpec(drawn, 1, 1, (6,), counts)),
             make_slice(4, 2, None),
+        ),
+        tuple(
+            make_slice(number, 2, SampleSpec(params, 0, 2, mask=mask))
+            for number, params, mask in (
+                (11, plain, FixedTokenMask((3, 64, 511), 512)),
+                (12, plain, None),
+                (13, drawn_freely, FixedTokenMask(tuple(range(40, 60)), 512)),
+                (14, biased, FixedTokenMask((7, 300), 512)),
+            )
         ),
         (
             make_slice(5, 18, SampleSpec(biased, 0, 18), top_logprobs=3),

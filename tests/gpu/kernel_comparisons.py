@@ -319,10 +319,13 @@ def count_different_draws(
     rows: int,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    num_allowed: int | None = None,
 ) -> int:
     """Rows for which `sample_rows` and `draw_token` return different tokens.
 
-    Logits are flat, peaked, or rounded so that many are equal; each row has a seed of its own.
+    Logits are flat, peaked, or rounded so that many are equal; each row has a seed of its own. With
+    `num_allowed`, all tokens of a row but so many are minus infinity, as a grammar leaves them.
     """
     random = np.random.default_rng(vocab)
     specs = [
@@ -343,6 +346,9 @@ def count_different_draws(
     scale = torch.tensor(list(itertools.islice(itertools.cycle((0.5, 3.0, 8.0)), rows)))
     logits = randn(rows, vocab, dtype=torch.float32, seed=vocab) * scale[:, None]
     logits[::2] = logits[::2].round()
+    if num_allowed is not None:
+        places = torch.rand(rows, vocab, generator=torch.Generator().manual_seed(1)).argsort(1)
+        logits.scatter_(1, places[:, num_allowed:], -torch.inf)
     logits = logits.to(dtype)
     drawn = sample_rows(logits.to(device), build_sampling_rows(specs, device)).tolist()
     wanted = [

@@ -28,7 +28,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[StablePr
     return folder, find_stable_prompts(folder, [length for length, _ in CASES], OUTPUT_TOKENS)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
 async def test_tokens_equal_transformers_with_disk_hits(
     tmp_path: Path, model: tuple[Path, list[StablePrompt]], transport: str

@@ -45,16 +45,18 @@ async def generate_all(cluster: Cluster, prompts: Sequence[Sequence[int]]) -> li
     ]
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize(
+    ("quantize", "cpu_kernels"), [("none", "auto"), ("int8", "auto"), ("int8", "torch")]
+)
 async def test_disaggregated_tokens_equal_colocated_ones(
-    tmp_path: Path, model: Path, quantize: str
+    tmp_path: Path, model: Path, quantize: str, cpu_kernels: str
 ) -> None:
     found = []
+    kernels: dict[str, Any] = {"quantize": quantize, "cpu_kernels": cpu_kernels}
     for name, settings in CLUSTERS.items():
         folder = tmp_path / name
         folder.mkdir()
-        made = Cluster(folder, model=str(model), quantize=quantize, **SETTINGS, **settings)
+        made = Cluster(folder, model=str(model), **SETTINGS, **kernels, **settings)
         async with made as cluster:
             found.append(await generate_all(cluster, PROMPTS))
             await cluster.wait_idle()
@@ -63,7 +65,6 @@ async def test_disaggregated_tokens_equal_colocated_ones(
     assert found[2] == found[0]
 
 
-@pytest.mark.timeout(240)
 async def test_tokens_are_the_same_with_pool_hits(tmp_path: Path, model: Path) -> None:
     settings = SETTINGS | {"placement": "round_robin", "pool_memory": "16MiB"}
     async with pooled_cluster(
@@ -76,7 +77,6 @@ async def test_tokens_are_the_same_with_pool_hits(tmp_path: Path, model: Path) -
         assert list(again.tokens) == list(cold.tokens)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("own", "reason"),
     [

@@ -26,7 +26,7 @@ TENANTS = "".join(
     f'[[tenants]]\nname = "{name}"\nkeys = ["sha256:{hash_key(name.encode()).hex()}"]\n'
     for name in ("gold", "bulk")
 )
-BLOCKS = 30
+BLOCKS = 16
 STARTED = r"baton_pool_promotions_started_total\S*"
 _ASKED = {"max_tokens": 4, "ignore_eos": True}
 
@@ -73,7 +73,7 @@ async def test_every_promotion_failure_is_a_miss(tmp_path: Path) -> None:
     tenants.write_text(TENANTS)
     # Where blocks are fetched to, computing takes so long that fetching is worth it on the busiest
     # machine.
-    slow = {"prefill-1": {"paced_prefill_us_per_token": 4000.0}}
+    slow = {"prefill-1": {"paced_prefill_us_per_token": 10000.0}}
     paced = {"engine": "paced", "paced_reread": True, "paced_prefill_us_per_token": 200.0}
     async with two_host_cluster(tmp_path, tenants=str(tenants), per_node=slow, **paced) as cluster:
         scene = TwoHostScenario(cluster)

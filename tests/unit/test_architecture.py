@@ -4,6 +4,7 @@ a file is."""
 import ast
 import dataclasses
 import re
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,13 @@ from typing import get_args
 import pytest
 
 from baton.cluster_link.messages import NodeOrder
-from tests.unit.package_layout import ALLOWED_IMPORTS, ROOT, list_sources, package_dir
+from tests.unit.package_layout import (
+    ALLOWED_IMPORTS,
+    PYTHON_API,
+    ROOT,
+    list_sources,
+    package_dir,
+)
 from tools.source_scan import list_imported_modules, list_imported_names
 
 # Puts a node together: it stands above all packages, and it alone knows both roles.
@@ -108,6 +115,35 @@ def test_package_files_are_empty() -> None:
         path for _, path in ALL_SOURCES if path.name == "__init__.py" and path.read_text().strip()
     ]
     assert full == []
+
+
+def test_the_python_api_is_imported_only_when_it_is_used() -> None:
+    """What `baton/__init__.py` imports from `offline` by name is for type checkers alone."""
+    tree = ast.parse(PYTHON_API.read_text())
+    assert imported_packages(PYTHON_API) == {"importlib", "typing", "offline"}
+    at_once = {
+        name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for name in [node.module, *(alias.name for alias in node.names)]
+    }
+    assert at_once == {"importlib", "import_module", "typing", "TYPE_CHECKING", "Any"}
+
+
+def test_importing_baton_loads_neither_torch_nor_what_stands_above_it() -> None:
+    program = """
+import sys, baton
+assert not {"offline", "coordinator", "node_engine", "torch"} & sys.modules.keys()
+baton.SamplingParams(max_tokens=3), baton.RequestOutput, baton.CompletionOutput, baton.LLM
+assert not {"coordinator", "node_engine", "torch", "transformers"} & sys.modules.keys()
+try:
+    baton.Missing
+except AttributeError as error:
+    assert str(error) == "module 'baton' has no attribute 'Missing'"
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("package", ALLOWED_IMPORTS)

@@ -28,6 +28,11 @@ OUR_PACKAGES = {*PRODUCT, "tests", "tools"}
 OPTIONAL = {"triton", "matplotlib"}
 
 
+# Run by `make clients` in an environment of its own, with the packages of this file.
+CLIENT_CALLS = "tests/clients/client_calls.py"
+CLIENT_REQUIREMENTS = ROOT / "tests" / "clients" / "requirements.txt"
+
+
 def list_imported_packages(folder: str) -> dict[str, set[str]]:
     """Packages of others, each with the files that import it."""
     found: dict[str, set[str]] = defaultdict(set)
@@ -87,7 +92,22 @@ def test_what_the_product_imports_is_a_dependency(package: str) -> None:
 
 @pytest.mark.parametrize("folder", ["tests", "tools"])
 def test_what_tests_and_tools_import_is_in_the_extra(folder: str) -> None:
-    assert find_undeclared(list_imported_packages(folder), list_declared("test")) == {}
+    found = {name: files - {CLIENT_CALLS} for name, files in list_imported_packages(folder).items()}
+    shared = {name: files for name, files in found.items() if files}
+    assert find_undeclared(shared, list_declared("test")) == {}
+
+
+def test_what_the_clients_import_is_required_with_its_version() -> None:
+    lines = CLIENT_REQUIREMENTS.read_text().splitlines()
+    required = {normalized(line) for line in lines if "==" in line}
+    assert len(required) == len([line for line in lines if not line.startswith("#")])
+    imported = {
+        normalized(name)
+        for name, files in list_imported_packages("tests").items()
+        if CLIENT_CALLS in files
+    }
+    assert imported
+    assert imported <= required
 
 
 def test_optional_packages_are_in_an_extra() -> None:

@@ -89,4 +89,5 @@ def test_a_term_has_one_row() -> None:
 
 
 def test_a_class_name_has_one_meaning() -> None:
-    assert find_repeated_class_names() == {}
+    """Except one: users know `SamplingParams` from vLLM, and it becomes that of baton/types.py."""
+    assert find_repeated_class_names().keys() == {"SamplingParams"}

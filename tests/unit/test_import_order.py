@@ -7,6 +7,7 @@ from collections.abc import Collection
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from tests.unit.package_layout import PYTHON_API
 from tools.code_budgets import COMPOSITION_ROOTS, ROOT, list_sources
 from tools.source_scan import list_imports
 
@@ -16,7 +17,7 @@ def test_no_folder_imports_one_that_imports_it() -> None:
     modules = {_module_name(path.parts): _place(path) for path in list_sources()}
     imports = defaultdict[str, set[str]](set)
     for path in list_sources():
-        if path.parts[0] == "tests":
+        if path.parts[0] == "tests" or ROOT / path == PYTHON_API:
             continue
         for node in list_imports(ROOT / path):
             for name in _imported_names(node, modules.keys()):

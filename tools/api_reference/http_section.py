@@ -92,10 +92,12 @@ def _operation_lines(method: str, path: str, operation: OpenApiObject) -> list[s
             (f"header {code(header['name'])}, optional", header["description"])
             for header in operation["parameters"]
         ]
-    answer = operation["responses"]["200"]["content"]
-    streams = ", or server-sent events if `stream` is true" if "text/event-stream" in answer else ""
-    rows.append(("answer", _type_text(answer["application/json"]["schema"]) + streams))
-    return lines + table(("", ""), rows)
+    if "200" in operation["responses"]:
+        answer = operation["responses"]["200"]["content"]
+        has_stream = "text/event-stream" in answer
+        streams = ", or server-sent events if `stream` is true" if has_stream else ""
+        rows.append(("answer", _type_text(answer["application/json"]["schema"]) + streams))
+    return lines + (table(("", ""), rows) if rows else [])
 
 
 def _object_lines(name: str, schema: OpenApiObject) -> list[str]:
@@ -145,7 +147,7 @@ def _type_text(shape: OpenApiObject) -> str:
         )
     kind = shape.get("type", "any")
     if kind == "array":
-        return f"list of {_type_text(shape['items'])}"
+        return f"list of {_type_text(shape['items'])}" if "items" in shape else "list"
     if kind == "object" and isinstance(shape.get("additionalProperties"), dict):
         return f"object of {_type_text(shape['additionalProperties'])}"
     return " or ".join(kind) if isinstance(kind, list) else str(kind)

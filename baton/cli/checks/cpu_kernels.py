@@ -5,6 +5,8 @@ from typing import Any
 
 from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_finding
 from baton.config.settings import Config
+from baton.kv.blocks import INT8_KV
+from baton.models.model_identity import INT8
 
 _NAME = "cpu kernels"
 
@@ -22,7 +24,7 @@ def check_cpu_kernels(config: Config, found: Mapping[str, Any]) -> Finding:
     if config.cpu_kernels == "torch":
         return ok_finding(_NAME, "torch (--cpu-kernels torch)")
     if "features" in native:
-        return ok_finding(_NAME, f"native ({native['features']})")
+        return ok_finding(_NAME, f"native ({native['features']}){_describe_formats(config)}")
     reason, fix = native["reason"], native["fix"]
     if config.cpu_kernels == "native":
         ways = [fix, "set --cpu-kernels auto"]
@@ -35,3 +37,9 @@ def check_cpu_kernels(config: Config, found: Mapping[str, Any]) -> Finding:
     return warning_finding(
         _NAME, f"torch, which is slower: {reason}", f"{fix}, or set --cpu-kernels torch"
     )
+
+
+def _describe_formats(config: Config) -> str:
+    """What the native kernels have in int8. They serve every shape of a supported model."""
+    products = ", products in int8" if config.quantize == INT8 else ""
+    return products + (", KV cache in int8" if config.kv_dtype == INT8_KV else "")

@@ -27,7 +27,7 @@ def check_gpus(config: Config, found: Mapping[str, Any]) -> list[Finding]:
         check_driver(found, may_use_gpus=may_use_gpus),
         check_device(found, config.device, config.engine),
         *([check_capability(gpus), check_free_memory(gpus)] if gpus else []),
-        *(check_int8_and_fp8(config, gpus) if config.engine == "model" else []),
+        *(check_device_settings(config, gpus) if config.engine == "model" else []),
         check_triton(found),
     ]
 
@@ -121,8 +121,8 @@ def check_capability(gpus: Sequence[Mapping[str, Any]]) -> Finding:
     )
 
 
-def check_int8_and_fp8(config: Config, gpus: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Check that nodes on these GPUs, or on the CPU if there are none, can serve both settings."""
+def check_device_settings(config: Config, gpus: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Check that nodes on these GPUs, or on the CPU if there are none, can serve these settings."""
     findings = []
     if config.quantize == FP8:
         findings.append(check_fp8(gpus))
@@ -131,7 +131,17 @@ def check_int8_and_fp8(config: Config, gpus: Sequence[Mapping[str, Any]]) -> lis
         findings.append(check_int8("--quantize", gpus, fix))
     if config.kv_dtype == INT8_KV:
         findings.append(check_int8("--kv-dtype", gpus, "set --device cpu or --kv-dtype auto"))
+    if config.speculative != "none":
+        findings.append(check_speculation(config.speculative, gpus))
     return findings
+
+
+def check_speculation(method: str, gpus: Sequence[Mapping[str, Any]]) -> Finding:
+    """Check that no node computes on a GPU, where there is no speculative decoding."""
+    if not gpus:
+        return ok_finding("speculative decoding", f"--speculative {method}, on the CPU")
+    cause = f"--speculative {method} is for CPUs, and nodes compute on {gpus[0]['name']}"
+    return bad_finding("speculative decoding", cause, "set --device cpu or --speculative none")
 
 
 def check_int8(option: str, gpus: Sequence[Mapping[str, Any]], fix: str) -> Finding:

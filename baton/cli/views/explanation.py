@@ -124,7 +124,15 @@ def _token_sources(explanation: ExplainResponse) -> str:
     return (
         f"prompt: {explanation.prompt_tokens} tokens{origin}\n"
         f"output: {explanation.output_tokens} of at most {explanation.max_tokens} tokens"
+        + _draft_counts(explanation.attempts)
     )
+
+
+def _draft_counts(attempts: Sequence[AttemptReport]) -> str:
+    """How speculative decoding went, in all attempts; "" without any."""
+    drafted = sum(attempt.draft_tokens for attempt in attempts)
+    accepted = sum(attempt.accepted_draft_tokens for attempt in attempts)
+    return f"; {accepted} of {drafted} draft tokens accepted" if drafted else ""
 
 
 def _attempt_table(explanation: ExplainResponse) -> Table:

@@ -29,6 +29,8 @@ def render_timeline(timeline: Timeline) -> RenderableType:
         width = round(_BAR_WIDTH * seconds / timeline.ttft) if timeline.ttft else 0
         table.add_row(name.replace("_", " "), f"{seconds * 1e3:.1f}", "█" * width)
     table.add_row("[bold]time to first token[/]", f"[bold]{timeline.ttft * 1e3:.1f}[/]", "the sum")
+    if timeline.grammar:
+        table.add_row("grammar", f"{timeline.grammar * 1e3:.1f}", "compiled before the queue")
     table.add_row("whole request", f"{timeline.total * 1e3:.1f}", "")
     return Group(
         table,

@@ -22,3 +22,4 @@ class Timeline:
     handoff: HandoffReport | None = None  # may arrive after the end; None if there was none
     # digests of the identities of all nodes that it was placed on, each once: always one
     models: tuple[str, ...] = ()
+    grammar: float = 0.0  # before it arrived in the queue: compiling the grammar of its output

@@ -12,6 +12,7 @@ from coordinator.core.placement.interface import (
 )
 
 SERVED, REFUSED = "served", "refused"
+_MAX_COUNT = 2**32 - 1  # of tokens, in an explanation
 
 
 @dataclass(slots=True)
@@ -39,6 +40,8 @@ class AttemptTrace:
     free_blocks: int = 0  # after a refusal, the KV blocks that decode had
     handoff_report: HandoffReport | None = None
     is_handoff_skipped: bool = False
+    draft_tokens: int = 0  # that decode verified
+    accepted_draft_tokens: int = 0  # of them, those that were drawn as well
 
     def mark_handoff_skipped(self) -> None:
         """Decode already has the context: it computes the last token itself, without a hand-off."""
@@ -53,6 +56,13 @@ class AttemptTrace:
     def mark_committed(self, now: float) -> None:
         if self.committed is None:
             self.committed = now
+
+    def add_draft(self, num_tokens: int, num_accepted: int) -> None:
+        """Count draft tokens that a step has verified, within the bounds of the counts."""
+        self.draft_tokens = min(self.draft_tokens + num_tokens, _MAX_COUNT)
+        self.accepted_draft_tokens = min(
+            self.accepted_draft_tokens + num_accepted, self.draft_tokens
+        )
 
     def mark_ended(self, now: float, ended: str, reason: str = "") -> None:
         """Record the outcome; only the first call counts."""

@@ -87,6 +87,8 @@ def _explain_attempt(attempt: Attempt, arrival: float) -> AttemptExplanation:
         rejected_prediction=trace.rejected_prediction,
         held_back_seconds=trace.held_back_seconds,
         is_breaker_probe=trace.is_breaker_probe,
+        draft_tokens=trace.draft_tokens,
+        accepted_draft_tokens=trace.accepted_draft_tokens,
     )
 
 

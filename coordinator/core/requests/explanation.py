@@ -42,6 +42,8 @@ class AttemptExplanation:
     rejected_prediction: LatencyPrediction | None  # of the other prefill site
     held_back_seconds: float  # by the retry budget, before the attempt
     is_breaker_probe: bool
+    draft_tokens: int = 0  # that decode verified
+    accepted_draft_tokens: int = 0  # of them, those that were drawn as well
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ class Timestamps:
     """Moments of one request; None has not happened in its last attempt."""
 
     arrival: float
+    grammar_seconds: float = 0.0  # before the arrival; see Request
     placed: float | None = None
     reserved: float | None = None
     prefill_ended: float | None = None
@@ -155,6 +156,7 @@ class Timestamps:
             decode_node=self.decode_node or "",
             handoff=self.handoff_report,
             models=tuple(self.models),
+            grammar=self.grammar_seconds,
         )
 
 

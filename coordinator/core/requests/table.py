@@ -98,7 +98,7 @@ class RequestTable:
         record = RequestRecord(
             request,
             now + request.timeout_seconds,
-            Timestamps(now),
+            Timestamps(now, request.grammar_seconds),
             internal,
             admit_deadline=now + ADMIT_TIMEOUT_SECONDS,
             identity_digest=self._registry.model_digest,

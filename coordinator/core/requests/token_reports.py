@@ -69,6 +69,10 @@ class TokenReportHandler:
 
     def on_step_tokens(self, sender: Incarnation, message: StepTokens, now: float) -> None:
         """Handle the tokens of one engine step, of all sequences."""
+        for draft in message.drafts:  # before the tokens, which may end the request
+            found = self._table.find_attempt(draft.key)
+            if found is not None and sender in found[1].legs:
+                found[1].trace.add_draft(draft.num_tokens, draft.num_accepted)
         for key, events in groupby(message.events, key=_key_of):
             found = self._table.find_attempt_of_sender(key, sender)
             if found is not None:

@@ -8,8 +8,10 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.limits import check_entry_count, check_message_count, check_prompt_count
 from baton.pb import generation_pb2 as pb
+from baton.types import StructuredOutput
 from coordinator.frontend.request import GenerationRequest, Prompt
 from coordinator.frontend.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
+from coordinator.structured_output import request_forms
 from coordinator.text.chat_template import ChatPrompt
 
 _MAX_NAMED_BYTES = 4096  # unknown fields of more bytes are not searched for a field to name
@@ -24,6 +26,7 @@ _OPTIONAL_FIELDS = (
     "frequency_penalty",
     "repetition_penalty",
     "logprobs",
+    "prompt_logprobs",
     "n",
 )
 
@@ -55,8 +58,38 @@ def to_generation_request(
         timeout_seconds=timeout,
         client_request_id=client_id,
         priority=request.priority,
+        structured_output=_read_structured_output(request),
         param_names={"prompt": "messages"} if request.HasField("chat") else {},
         **given,
+    )
+
+
+def _read_structured_output(request: pb.GenerateRequest) -> StructuredOutput | None:
+    if not request.HasField("structured_output"):
+        return None
+    wanted = request.structured_output
+    match wanted.WhichOneof("grammar"):
+        case "regex":
+            return request_forms.regex_output(wanted.regex)
+        case "choice":
+            return request_forms.choice_output(wanted.choice.texts)
+        case "lark":
+            return request_forms.grammar_output(wanted.lark)
+        case "structural_tag":
+            return request_forms.structural_tag_output(wanted.structural_tag)
+        case "json":
+            schema: object = wanted.json
+        case "json_object" if wanted.json_object:
+            schema = {"type": "object"}
+        case _:
+            raise InvalidRequest(
+                "structured_output is empty: it must have one grammar", param="structured_output"
+            )
+    return request_forms.json_schema_output(
+        schema,
+        compact=wanted.disable_any_whitespace,
+        closed=wanted.disable_additional_properties,
+        whitespace_pattern=wanted.whitespace_pattern,
     )
 
 

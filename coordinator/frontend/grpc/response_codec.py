@@ -34,6 +34,11 @@ class GrpcResponseFormatter:
                 pb.Echo(text=chunk.text, token_ids=chunk.token_ids, scores=scores)
             )
             return response
+        response.prompt_scores.extend(
+            pb_conversion.logprobs_to_pb(logprobs)
+            for logprobs in chunk.prompt_logprobs
+            if logprobs is not None
+        )
         response.text = chunk.text
         response.token_ids.extend(chunk.token_ids)
         response.scores.extend(scores)

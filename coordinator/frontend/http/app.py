@@ -66,6 +66,7 @@ def build_app(
             allow_origins=tuple(allowed_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            expose_headers=["retry-after", "x-baton-request-id", "x-request-id"],
         )
         middleware.insert(0, cors)
     return make_application(routes, middleware)

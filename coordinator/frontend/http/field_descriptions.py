@@ -48,7 +48,19 @@ REQUEST_FIELDS = {
     "first_choice": "Number of the first choice, which its noise depends on. Default: 0",
     "stream": "Server-sent events, one for each piece, and `data: [DONE]` last. Default: false",
     "stream_options": "Of a stream only",
-    "return_token_ids": "Adds token_ids to each choice or chunk. Default: false",
+    "return_token_ids": (
+        "Adds the token ids of the prompt (in a stream to its first chunk), of each choice or "
+        "chunk, and of logprobs. Default: false"
+    ),
+    "prompt_logprobs": (
+        "Score each token of the prompt, beside so many of the likeliest; not with stream. "
+        "Default: no scores"
+    ),
+    "truncate_prompt_tokens": (
+        "Keep so many tokens of a prompt; -1 for as many as leave room for the answer. Default: "
+        "a prompt that is too long is an error"
+    ),
+    "truncation_side": "Where tokens are left out: `left`, the default, or `right`",
     "user": "The client's own, without effect",
     "session_id": "The client's own, without effect",
     "request_id": (
@@ -65,8 +77,63 @@ REQUEST_FIELDS = {
     "add_generation_prompt": "End the prompt with what opens an answer. Default: true",
     "chat_template_kwargs": "Further variables of the model's chat template",
     "metadata": "The client's own, without effect",
-    "parallel_tool_calls": "Without effect: there are no tools",
-    "tools": "Without effect, and with `tool_choice` `none` only: no answer calls a tool",
+    "tools": (
+        f"Functions that the model may call, at most {limits.MAX_TOOLS}, shown to it by the "
+        "model's own chat template"
+    ),
+    "tool_choice": (
+        "`none`: no call. `auto`: the model chooses. `required`: at least one call. Or the one "
+        "function to call. Default: auto"
+    ),
+    "parallel_tool_calls": "Whether an answer may have several calls. Default: true",
+    "include_reasoning": "Return what the model wrote before its answer. Default: true",
+    "separate_reasoning": "Tell reasoning from content. Default: true",
+    "continue_final_message": (
+        "End the prompt inside the last message, which the answer goes on with. Default: false"
+    ),
+    "tool_calls": "Calls that an answer of the model made",
+    "reasoning": "The same as reasoning_content",
+    "reasoning_content": "What the model wrote before its answer, for the chat template",
+    "ToolParam.type": "`function` is the one type that is served",
+    "ToolParam.function": "The function",
+    "NamedToolChoiceParam.function": "The function to call",
+    "NamedToolChoiceParam.type": "`function`",
+    "FunctionNameParam.name": "Its name",
+    "FunctionParam.name": "Its name",
+    "FunctionParam.description": "What it does, for the model",
+    "FunctionParam.parameters": "JSON schema of its arguments",
+    "FunctionParam.strict": "Without effect: calls that are asked for follow the schema anyway",
+    "ToolCallParam.function": "The function and its arguments",
+    "ToolCallParam.id": "As the answer gave it",
+    "ToolCallParam.type": "`function`",
+    "ToolCallParam.index": "Without effect",
+    "FunctionCallParam.name": "Its name",
+    "FunctionCallParam.arguments": "A JSON object, or a text that has one",
+    "response_format": "What the answer is: a text, or JSON of a schema. Default: a text",
+    "structured_outputs": "What the answer obeys, as in vLLM. Default: anything",
+    "ResponseFormat.type": "`json_object` and `json_schema`: the answer is JSON",
+    "json_schema": "With the type `json_schema`",
+    "JsonSchemaFormat.name": "The client's own, without effect",
+    "JsonSchemaFormat.description": "The client's own, without effect",
+    "schema": "The JSON schema that the answer satisfies",
+    "strict": "Without effect: a schema is always enforced",
+    "structures": "With the type `structural_tag`: `begin`, `schema` and `end` of each tag",
+    "triggers": "With the type `structural_tag`: texts after which one of the tags follows",
+    "json": "A JSON schema that the answer satisfies, or the text of one",
+    "regex": "A regular expression that matches the whole answer",
+    "choice": "The answer is one of these texts",
+    "grammar": "A context-free grammar, in Lark or GBNF",
+    "json_object": "True: the answer is any JSON object",
+    "structural_tag": "Tags whose contents satisfy schemas, in free text",
+    "disable_any_whitespace": "With json: nothing between values. Default: false",
+    "disable_additional_properties": (
+        "With json: objects have the properties that the schema names and no others. Default: false"
+    ),
+    "whitespace_pattern": (
+        "With json: a regular expression of what may be between values. Default: one space, or a "
+        "line break and up to 40 spaces or tabs"
+    ),
+    "disable_fallback": "Without effect: there is one compiler of grammars",
     "prompt_cache_key": "Without effect: what is cached is found by its tokens",
     "safety_identifier": "The client's own, without effect",
     "include_usage": "One more event at the end, with usage and no choices. Default: false",
@@ -87,6 +154,45 @@ REQUEST_FIELDS = {
     "DetokenizeRequest.tokens": "Token ids",
     **dict.fromkeys(("image_url", "input_audio", "file", "ContentPart.refusal"), "Not available"),
 }
+# Of /v1/responses: bodies, and what their parts mean.
+_RESPONSES_REQUEST_FIELDS = {
+    "ResponsesRequest.input": "A text, or the items of a conversation, its answers among them",
+    "instructions": "The first message, of the role system",
+    "max_output_tokens": "Most tokens of an answer. Default: the rest of the context",
+    "ResponsesRequest.text": "What the answer's text is. Default: any text",
+    "store": "No response is kept",
+    "previous_response_id": "Not available, because no response is kept: send the conversation",
+    "InputItem.type": "`message`, `function_call`, `function_call_output` or `reasoning`",
+    "InputItem.id": "As the answer gave it, without effect",
+    "InputItem.call_id": "Of a call and of its result",
+    "InputItem.name": "Of the function that is called",
+    "InputItem.arguments": "A text that has a JSON object",
+    "InputItem.output": "The result of a call",
+    "InputItem.summary": "Of reasoning, where it has no content",
+    "InputItem.content": "A text, or parts with texts",
+    **dict.fromkeys(("InputItem.status", "InputItem.phase"), "Without effect"),
+    "encrypted_content": "Without effect",
+    "InputPart.type": "`input_text`, `output_text`, or another of text",
+    "InputPart.text": "The text",
+    **dict.fromkeys(("InputPart.annotations", "InputPart.logprobs"), "Without effect"),
+    **dict.fromkeys(("file_id", "InputPart.refusal"), "Not available"),
+    "InputPart.detail": "Without effect",
+    "ResponsesToolParam.type": "`function` is the one type that is served",
+    "ResponsesToolParam.name": "Its name",
+    "ResponsesToolParam.description": "What it does, for the model",
+    "ResponsesToolParam.parameters": "JSON schema of its arguments",
+    "ResponsesToolParam.strict": "Without effect",
+    "ResponsesToolChoiceParam.name": "The function to call",
+    "ResponsesToolChoiceParam.type": "`function`",
+    "TextConfig.format": "The format",
+    "TextConfig.verbosity": "Without effect",
+    "TextFormat.type": "`text`, `json_object`, or `json_schema` with a schema",
+    "TextFormat.name": "Of the schema, without effect",
+    "TextFormat.description": "Of the schema, without effect",
+    "TextFormat.schema": "JSON schema of the answer",
+    "TextFormat.strict": "Without effect: the answer follows the schema anyway",
+}
+REQUEST_FIELDS |= _RESPONSES_REQUEST_FIELDS
 RESPONSE_FIELDS = {
     "id": "`baton explain` takes it",
     "object": "What this is",
@@ -99,15 +205,36 @@ RESPONSE_FIELDS = {
     "message": "The answer",
     "CompletionChoice.logprobs": "Null unless asked for",
     "ChatChoice.logprobs": "Null unless asked for",
-    "finish_reason": "`stop`: an end token, a stop token or a stop text. `length`: max_tokens",
+    "finish_reason": (
+        "`stop`: an end token, a stop token or a stop text. `length`: max_tokens. `tool_calls`: "
+        "the model calls functions"
+    ),
+    "tool_calls": "If the model calls functions",
+    "reasoning_content": "What the model wrote before its answer, if it did",
+    "reasoning": "The same as reasoning_content",
+    "ChatToolCall.id": "The id that the function's result names",
+    "ChatToolCall.type": "`function`",
+    "function": "The function and its arguments",
+    "name": "Its name",
+    "arguments": "JSON, as the model wrote it",
     "token_ids": "If return_token_ids asks for them",
+    "prompt_token_ids": "Likewise; in a stream, in the first event",
+    "prompt_logprobs": (
+        "If asked for: one entry for each token of the prompt, null for the first. It has the "
+        "token itself, then the likeliest in its place, by token id"
+    ),
+    "rank": "1 for the likeliest; null for a token that is not among those asked for",
+    "decoded_token": "Its text",
+    "stop_reason": "The text or the one of stop_token_ids that ended the answer; else absent",
+    "token_id": "If return_token_ids asks for it",
+    "top_token_ids": "If return_token_ids asks for them, in the order of top_logprobs",
     "tokens": "The text of each token",
     "token_logprobs": (
         "Natural logarithms; null for the first token of a prompt. -9999 for a probability of 0"
     ),
     "CompletionLogprobs.top_logprobs": "For each token, the likeliest ones in its place and itself",
     "text_offset": "Where each token begins, in characters",
-    "content": "The answer",
+    "content": "The answer; null beside calls or reasoning without one",
     "ChatLogprobs.content": "One entry for each token",
     "role": "`assistant`",
     "refusal": "Null",
@@ -134,6 +261,40 @@ RESPONSE_FIELDS = {
     "owned_by": "`baton`",
     "status": "`ok`",
     "version": "Of the coordinator",
+    "ResponsesResponse.id": "Begins with `resp_`",
+    "created_at": "Unix time, seconds",
+    "ResponsesResponse.status": "`completed`, `incomplete`, or `in_progress` in a stream",
+    "output": "Messages, calls of functions, and reasoning",
+    **dict.fromkeys(
+        ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature"),
+        "As the request has it",
+    ),
+    **dict.fromkeys(
+        ("ResponsesResponse.text", "tool_choice", "tools", "top_p"), "As the request has it"
+    ),
+    "incomplete_details": "Why the answer was cut",
+    "ResponsesResponse.error": "Null",
+    **dict.fromkeys(("background", "store"), "False"),
+    "previous_response_id": "Null",
+    "truncation": "`disabled`",
+    "input_tokens": "Of the prompt",
+    "input_tokens_details": "Of them",
+    "cache_write_tokens": "0",
+    "output_tokens": "Of the answer",
+    "output_tokens_details": "Of them",
+    "reasoning_tokens": "Of reasoning",
+    "reason": "`max_output_tokens`",
+    "OutputText.text": "The text",
+    "ReasoningText.text": "The text",
+    "annotations": "Empty",
+    "OutputText.logprobs": "Empty",
+    **dict.fromkeys(
+        ("OutputMessage.status", "ReasoningItem.status", "FunctionCallItem.status"),
+        "`completed`, or `incomplete` if max_output_tokens cut it",
+    ),
+    **dict.fromkeys(("OutputMessage.id", "ReasoningItem.id", "FunctionCallItem.id"), "Its id"),
+    "summary": "Empty",
+    "call_id": "The id that the function's result names",
     "error": "What went wrong",
     "ErrorDetail.message": "Names the value, the bound and the setting",
     "type": "OpenAI's kind of error",

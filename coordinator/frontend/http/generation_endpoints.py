@@ -1,54 +1,42 @@
-"""The POST routes: completions, chat completions, tokenize, detokenize.
+"""The POST routes: completions, chat completions, responses, tokenize, detokenize."""
 
-The response of a generation is one body, or server-sent events.
-"""
-
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import InvalidRequest
 from baton.process.clock import monotonic_clock
 from coordinator.frontend.auth import ClientAuthenticator
-from coordinator.frontend.http import errors
+from coordinator.frontend.http.generation_response import GenerationResponse
 from coordinator.frontend.http.info_routes import json_response
 from coordinator.frontend.http.request_handling import (
-    REQUEST_ID_KEY,
-    cancel_on_disconnect,
     get_tenant,
     receive_body,
 )
 from coordinator.frontend.http.responses.chat import ChatFormatter
 from coordinator.frontend.http.responses.completion import CompletionFormatter
+from coordinator.frontend.http.responses.response_formatter import ResponseFormatter
 from coordinator.frontend.http.schema.body_decoder import BodyDecoder, Kind, Result
 from coordinator.frontend.http.schema.generation_requests import ChatRequest, CompletionRequest
+from coordinator.frontend.http.schema.responses_request import ResponsesRequest
 from coordinator.frontend.http.schema.tokenize_request import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
-from coordinator.frontend.internal_errors import to_internal_error
-from coordinator.frontend.output import OutputChunk, ResponseStream
 from coordinator.frontend.request import GenerationRequest
 from coordinator.frontend.request_intake import RequestIntake
 
 TIMEOUT_HEADER = "x-request-timeout"
 
-_DONE = b"data: [DONE]\n\n"
-_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-]
-
-GenerationBody = TypeVar("GenerationBody", CompletionRequest, ChatRequest)
+GenerationBody = TypeVar("GenerationBody", CompletionRequest, ChatRequest, ResponsesRequest)
 
 
 class GenerationEndpoints:
@@ -60,6 +48,7 @@ class GenerationEndpoints:
         self._client_auth = client_auth
         self._completion_decoder = BodyDecoder(CompletionRequest, policy)
         self._chat_decoder = BodyDecoder(ChatRequest, policy)
+        self._responses_decoder = BodyDecoder(ResponsesRequest, policy)
         self._tokenize_decoder = BodyDecoder(TokenizeRequest, policy)
         self._detokenize_decoder = BodyDecoder(DetokenizeRequest, policy)
 
@@ -67,6 +56,8 @@ class GenerationEndpoints:
         return [
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.complete_chat, methods=["POST"]),
+            Route("/v1/responses", self.respond, methods=["POST"]),
+            Route("/v1/embeddings", self.embed, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
@@ -90,6 +81,25 @@ class GenerationEndpoints:
         return GenerationResponse(
             self._intake, generation_request, formatter, stream=bool(body.stream)
         )
+
+    async def respond(self, request: Request) -> Response:
+        with self._count_rejections(request):
+            body, generation_request = await self._read_generation_request(
+                request, self._responses_decoder
+            )
+        formatter = partial(ResponseFormatter, body)
+        return GenerationResponse(
+            self._intake, generation_request, formatter, stream=bool(body.stream)
+        )
+
+    async def embed(self, request: Request) -> Response:
+        with self._count_rejections(request):
+            model, _ = self._intake.get_served_model()
+            raise InvalidRequest(
+                f"the model {model!r} generates text and has no embeddings: use a model made for "
+                "them",
+                param="model",
+            )
 
     async def tokenize(self, request: Request) -> Response:
         intake = self._intake
@@ -172,109 +182,3 @@ def _requested_timeout(request: Request) -> float | None:
         raise InvalidRequest(
             f"{TIMEOUT_HEADER} is {text[:64]!r}: it must be seconds", param=TIMEOUT_HEADER
         ) from None
-
-
-class ResponseFormatter(Protocol):
-    """Formats the output of one request for its route."""
-
-    def format_chunk(self, chunk: OutputChunk) -> bytes:
-        """Return the server-sent events for a chunk."""
-        ...
-
-    def format_stream_end(self) -> bytes:
-        """Return the events before the final [DONE]."""
-        ...
-
-    def add_chunk(self, chunk: OutputChunk) -> None:
-        """Add a chunk to the body of a response that is not streamed."""
-        ...
-
-    def format_body(self) -> bytes: ...
-
-
-class GenerationResponse(Response):
-    """Runs the request while it is answered, so that one place owns it from submission to its end.
-
-    An error before the first byte is raised, for the application to answer with its status; later
-    ones become an error event, after which the connection closes without `[DONE]`.
-    """
-
-    def __init__(
-        self,
-        intake: RequestIntake,
-        request: GenerationRequest,
-        make_formatter: Callable[[ResponseStream], ResponseFormatter],
-        *,
-        stream: bool,
-    ) -> None:
-        self.background = None
-        self._intake = intake
-        self._request = request
-        self._make_formatter = make_formatter
-        self._is_streaming = stream
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with cancel_on_disconnect(receive):
-            stream = await self._intake.start_request(self._request)
-            scope["state"][REQUEST_ID_KEY] = stream.id
-            try:
-                chunks = stream.output_chunks()
-                first = await anext(chunks)  # before it, there is nothing to format
-                formatter = self._make_formatter(stream)
-                if self._is_streaming:
-                    hang_up = scope["state"].get("hang_up")
-                    await _send_stream(first, chunks, formatter, send, hang_up)
-                else:
-                    await _send_body(first, chunks, formatter, send)
-            finally:
-                stream.cancel()
-
-
-async def _send_body(
-    first: OutputChunk,
-    chunks: AsyncIterator[OutputChunk],
-    formatter: ResponseFormatter,
-    send: Send,
-) -> None:
-    formatter.add_chunk(first)
-    async for chunk in chunks:
-        formatter.add_chunk(chunk)
-    body = formatter.format_body()
-    length = str(len(body)).encode()
-    await _send_headers(send, [(b"content-type", b"application/json"), (b"content-length", length)])
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _send_stream(
-    first: OutputChunk,
-    chunks: AsyncIterator[OutputChunk],
-    formatter: ResponseFormatter,
-    send: Send,
-    hang_up: Callable[[], None] | None,
-) -> None:
-    await _send_headers(send, _STREAM_HEADERS)
-    try:
-        await _send_event(send, formatter.format_chunk(first))
-        async for chunk in chunks:
-            await _send_event(send, formatter.format_chunk(chunk))
-        await _send_event(send, formatter.format_stream_end() + _DONE)
-    except Exception as error:
-        client_error = error if isinstance(error, BatonError) else to_internal_error(error)
-        await _send_event(send, b"data: " + errors.encode_error_body(client_error) + b"\n\n")
-        await _end_body(send)
-        if hang_up:
-            hang_up()
-        return
-    await _end_body(send)
-
-
-async def _send_headers(send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-
-async def _send_event(send: Send, payload: bytes) -> None:
-    await send({"type": "http.response.body", "body": payload, "more_body": True})
-
-
-async def _end_body(send: Send) -> None:
-    await send({"type": "http.response.body", "body": b""})

@@ -1,4 +1,4 @@
-"""The GET routes: models, health, version."""
+"""The GET routes: models, tokenizer, health, version."""
 
 import msgspec
 from starlette.requests import Request
@@ -44,6 +44,10 @@ def build_info_routes(intake: RequestIntake, readiness: Readiness, version: str)
         intake.check_model(request.path_params["model_id"])
         return json_response(ModelCard(*intake.get_served_model(), *intake.get_model_identity()))
 
+    async def tokenizer_info(_: Request) -> Response:
+        body = msgspec.json.encode(intake.get_tokenizer_settings())
+        return Response(body, media_type="application/json")
+
     async def health(_: Request) -> Response:
         ready, reason = readiness.state()
         if not ready:
@@ -56,6 +60,7 @@ def build_info_routes(intake: RequestIntake, readiness: Readiness, version: str)
     return [
         Route("/v1/models", models),
         Route("/v1/models/{model_id:path}", model),  # ids may have slashes
+        Route("/tokenizer_info", tokenizer_info),
         Route("/health", health),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", about),

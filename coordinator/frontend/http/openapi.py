@@ -21,20 +21,50 @@ from coordinator.frontend.http.field_descriptions import (
 from coordinator.frontend.http.info_routes import Health, ModelCard, ModelList, Version
 from coordinator.frontend.http.responses.chat import ChatCompletion
 from coordinator.frontend.http.responses.completion import Completion
+from coordinator.frontend.http.responses.response_objects import (
+    FunctionCallItem,
+    OutputMessage,
+    ReasoningItem,
+    ResponsesResponse,
+)
 from coordinator.frontend.http.schema.body_decoder import RequestBody
+from coordinator.frontend.http.schema.chat_messages import ChatMessageParam, ContentPart
 from coordinator.frontend.http.schema.generation_requests import (
     TOP_K_OFF,
-    ChatMessageParam,
+    TRUNCATE_TO_CONTEXT,
     ChatRequest,
     CompletionRequest,
-    ContentPart,
     StreamOptions,
+)
+from coordinator.frontend.http.schema.responses_request import (
+    InputItem,
+    InputPart,
+    ResponsesRequest,
+    ResponsesStreamOptions,
+    ResponsesToolChoiceParam,
+    ResponsesToolParam,
+    TextConfig,
+    TextFormat,
+)
+from coordinator.frontend.http.schema.structured_output_fields import (
+    JsonSchemaFormat,
+    ResponseFormat,
+    StructuredOutputs,
 )
 from coordinator.frontend.http.schema.tokenize_request import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
+)
+from coordinator.frontend.http.schema.tools import (
+    TOOL_NAME_PATTERN,
+    FunctionCallParam,
+    FunctionNameParam,
+    FunctionParam,
+    NamedToolChoiceParam,
+    ToolCallParam,
+    ToolParam,
 )
 from coordinator.frontend.http.schema.unsupported_fields import with_unsupported_fields
 from coordinator.text.chat_template import MESSAGE_ROLES
@@ -44,6 +74,7 @@ Json = dict[str, Any]
 _REQUESTS: tuple[type[RequestBody], ...] = (
     CompletionRequest,
     ChatRequest,
+    ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
     ChatMessageParam,
@@ -51,6 +82,10 @@ _REQUESTS: tuple[type[RequestBody], ...] = (
 _RESPONSES = (
     Completion,
     ChatCompletion,
+    ResponsesResponse,
+    OutputMessage,
+    ReasoningItem,
+    FunctionCallItem,
     TokenizeResponse,
     DetokenizeResponse,
     ModelList,
@@ -59,13 +94,31 @@ _RESPONSES = (
     ErrorBody,
 )
 _WIRE_TYPES = {body: with_unsupported_fields(body) for body in _REQUESTS}
-_REQUEST_SCHEMA_NAMES = {body.__name__ for body in _REQUESTS} | {
-    StreamOptions.__name__,
-    ContentPart.__name__,
-}
+_PARTS: tuple[type[msgspec.Struct], ...] = (
+    StreamOptions,
+    ContentPart,
+    ToolParam,
+    FunctionParam,
+    NamedToolChoiceParam,
+    FunctionNameParam,
+    ToolCallParam,
+    FunctionCallParam,
+    InputItem,
+    InputPart,
+    ResponsesStreamOptions,
+    ResponsesToolChoiceParam,
+    ResponsesToolParam,
+    TextConfig,
+    TextFormat,
+    ResponseFormat,
+    JsonSchemaFormat,
+    StructuredOutputs,
+)
+_REQUEST_SCHEMA_NAMES = {kind.__name__ for kind in (*_REQUESTS, *_PARTS)}
 _ROUTES = (
     ("/v1/completions", "The continuation of a prompt", CompletionRequest, Completion),
     ("/v1/chat/completions", "The next message of a conversation", ChatRequest, ChatCompletion),
+    ("/v1/responses", "An answer, in OpenAI's newer format", ResponsesRequest, ResponsesResponse),
     ("/tokenize", "The tokens of a text or of a conversation", TokenizeRequest, TokenizeResponse),
     ("/detokenize", "The text of tokens", DetokenizeRequest, DetokenizeResponse),
 )
@@ -81,6 +134,7 @@ _TOKEN_IDS: Json = {"items": {"type": "integer", "minimum": 0}}
 _BOUNDS: dict[str, Json] = {
     "max_tokens": {"minimum": 0},
     "max_completion_tokens": {"minimum": 1},
+    "max_output_tokens": {"minimum": 1},
     "temperature": {"minimum": 0, "maximum": limits.MAX_TEMPERATURE},
     "top_k": {"minimum": TOP_K_OFF},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
@@ -94,6 +148,7 @@ _BOUNDS: dict[str, Json] = {
     "best_of": {"minimum": 1, "maximum": limits.MAX_CHOICES},
     "first_choice": {"minimum": 0, "maximum": limits.MAX_CHOICE_INDEX - limits.MAX_CHOICES},
     "top_logprobs": {"minimum": 0, "maximum": limits.MAX_LOGPROBS},
+    "prompt_logprobs": {"minimum": 0, "maximum": limits.MAX_LOGPROBS},
     "stop": {
         "minLength": 1,
         "maxLength": limits.MAX_STOP_STRING_CHARACTERS,
@@ -124,6 +179,9 @@ _BOUNDS: dict[str, Json] = {
             "maximum": limits.MAX_TEMPLATE_NUMBER,
         },
     },
+    "truncate_prompt_tokens": {"minimum": TRUNCATE_TO_CONTEXT, "not": {"const": 0}},
+    "tools": {"maxItems": limits.MAX_TOOLS},
+    "tool_calls": {"maxItems": limits.MAX_TOOL_CALLS},
     "role": {"enum": list(MESSAGE_ROLES)},
     "content": {"type": ["string", "array", "null"]},
 }
@@ -149,6 +207,7 @@ _REQUIRED: dict[type[RequestBody], list[Json]] = {
     CompletionRequest: [{"required": ["prompt"]}],
     ChatRequest: [{"required": ["messages"]}],
     TokenizeRequest: [{"required": ["prompt"]}, {"required": ["messages"]}],
+    ResponsesRequest: [{"required": ["input"]}],
     DetokenizeRequest: [{"required": ["tokens"]}],
     ChatMessageParam: [{"required": ["role"]}],
 }
@@ -192,19 +251,25 @@ def build_openapi_document(version: str) -> Json:
     )
     for body in _REQUESTS:
         _apply_bounds(schemas[body.__name__], body)
-    for name, schema in schemas.items():
-        if "description" in schema:  # a docstring: its line breaks mean nothing
-            schema["description"] = " ".join(schema["description"].split())
-        table = REQUEST_FIELDS if name in _REQUEST_SCHEMA_NAMES else RESPONSE_FIELDS
-        for field, shape in schema["properties"].items():
-            if "description" not in shape:
-                shape["description"] = describe_field(table, name, field)
+    schemas[FunctionParam.__name__]["properties"]["name"]["pattern"] = f"^{TOOL_NAME_PATTERN}$"
+    for kind in (ToolParam, ResponsesToolParam):
+        schemas[kind.__name__]["properties"]["type"]["enum"] = ["function"]
+    _describe_fields(schemas)
     paths: Json = {
         path: {"post": _post_operation(summary, takes, gives)}
         for path, summary, takes, gives in _ROUTES
     }
     paths |= {
         path: {"get": _get_operation(path, summary, gives)} for path, summary, gives in _PAGES
+    }
+    paths["/v1/embeddings"] = {
+        "post": {"summary": "Refused: the model generates text", "responses": _error_responses()}
+    }
+    paths["/tokenizer_info"] = {
+        "get": {
+            "summary": "The tokenizer_config.json of the model, with its chat template",
+            "responses": _with_answer({"type": "object"}, {}),
+        }
     }
     paths["/ping"]["post"] = _get_operation("/ping", "The same", Health)
     bearer = {
@@ -219,6 +284,16 @@ def build_openapi_document(version: str) -> Json:
     }
 
 
+def _describe_fields(schemas: Json) -> None:
+    for name, schema in schemas.items():
+        if "description" in schema:  # a docstring: its line breaks mean nothing
+            schema["description"] = " ".join(schema["description"].split())
+        table = REQUEST_FIELDS if name in _REQUEST_SCHEMA_NAMES else RESPONSE_FIELDS
+        for field, shape in schema["properties"].items():
+            if "description" not in shape:
+                shape["description"] = describe_field(table, name, field)
+
+
 def _apply_bounds(schema: Json, body: type[RequestBody]) -> None:
     properties = schema["properties"]
     for field, bounds in _BOUNDS.items():
@@ -226,6 +301,20 @@ def _apply_bounds(schema: Json, body: type[RequestBody]) -> None:
             properties[field].update(bounds)
     for field, accepted in body.no_ops.items():
         properties[field] = {"enum": [None, *accepted], "description": NO_OP_DESCRIPTION}
+    if body is ResponsesRequest:
+        properties["store"]["enum"] = [None, False]
+        properties["previous_response_id"] = {
+            "type": "null",
+            "description": REQUEST_FIELDS["previous_response_id"],
+        }
+    if body is ChatRequest:
+        properties["tool_choice"] = {
+            "anyOf": [
+                {"enum": [None, "none", "auto", "required"]},
+                _schema_ref(NamedToolChoiceParam),
+            ],
+            "description": REQUEST_FIELDS["tool_choice"],
+        }
     if body is CompletionRequest:
         properties["prompt"] = dict(_PROMPT)
         properties["logprobs"].update({"minimum": 0, "maximum": limits.MAX_LOGPROBS})
@@ -239,7 +328,9 @@ def _apply_bounds(schema: Json, body: type[RequestBody]) -> None:
 
 def _post_operation(summary: str, takes: type[RequestBody], gives: type[msgspec.Struct]) -> Json:
     streams = (
-        {"text/event-stream": {"schema": _EVENT}} if gives in (Completion, ChatCompletion) else {}
+        {"text/event-stream": {"schema": _EVENT}}
+        if gives in (Completion, ChatCompletion, ResponsesResponse)
+        else {}
     )
     return {
         "summary": summary,
@@ -272,15 +363,22 @@ def _get_operation(path: str, summary: str, gives: type[msgspec.Struct]) -> Json
 
 
 def _response_schemas(gives: type[msgspec.Struct], streams: Json) -> Json:
-    errors: Json = {
+    return _with_answer(_schema_ref(gives), streams)
+
+
+def _with_answer(schema: Json, streams: Json) -> Json:
+    content = {"application/json": {"schema": schema}, **streams}
+    return {"200": {"description": "The answer", "content": content}, **_error_responses()}
+
+
+def _error_responses() -> Json:
+    return {
         str(status): {
             "description": description,
             "content": {"application/json": {"schema": _schema_ref(ErrorBody)}},
         }
         for status, description in _ERRORS.items()
     }
-    content = {"application/json": {"schema": _schema_ref(gives)}, **streams}
-    return {"200": {"description": "The answer", "content": content}, **errors}
 
 
 def _schema_ref(kind: type[msgspec.Struct]) -> Json:

@@ -98,6 +98,8 @@ def count_context_tokens(slices: Sequence[SequenceSlice], window: int | None) ->
 
 def _count_sampled_rows(slices: Sequence[SequenceSlice]) -> int:
     """Count the rows whose logits are computed."""
-    sampled = len([slice_ for slice_ in slices if slice_.sample_spec is not None])
+    sampled = sum(
+        1 + len(slice_.draft_specs) for slice_ in slices if slice_.sample_spec is not None
+    )
     scored = [slice_.logprobs_spec for slice_ in slices if slice_.logprobs_spec is not None]
     return sampled + sum(len(spec.target_token_ids) for spec in scored)

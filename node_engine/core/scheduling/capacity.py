@@ -14,6 +14,7 @@ class SchedulerLimits:
     max_batched_tokens: int  # tokens of a step
     max_model_len: int  # tokens of prompt and output together
     lookahead_tokens: int = 0  # for which a running sequence gets blocks ahead, if any are free
+    max_draft_tokens: int = 0  # of a sequence in a step; 0: no speculative decoding
 
     def check(self, block_size: int) -> None:
         """Raise ConfigError unless each sequence decodes in a step and one block is computed."""

@@ -228,6 +228,27 @@ class KVCacheManager:
         sequence.block_table.extend(fresh)
         return True
 
+    def grow_for_drafts(self, sequence: Sequence, num_drafts: int) -> int:
+        """Make room for draft tokens behind the next token, with blocks that nobody waits for.
+
+        Returns how many of `num_drafts` there is room for.
+        """
+        table, size = sequence.block_table, self._block_pool.block_size
+        needed = self._capacity.count_blocks_for(sequence.num_computed_tokens + 1 + num_drafts)
+        lacking = needed - len(table)
+        if lacking > 0:
+            lacking = min(lacking, self._capacity.unclaimed_blocks)
+            table.extend(self._block_pool.allocate_blocks(lacking, sequence.owner) or ())
+        return min(num_drafts, len(table) * size - sequence.num_computed_tokens - 1)
+
+    def release_draft_blocks(self, sequence: Sequence) -> None:
+        """After a step: release the blocks that were for rejected drafts alone."""
+        needed = self._capacity.count_blocks_for(sequence.num_computed_tokens + 1)
+        unused = sequence.block_table[needed:]
+        if unused:
+            del sequence.block_table[needed:]
+            self._block_pool.release_blocks(unused, sequence.owner)
+
     def grow_ahead(self, chosen: Iterable[tuple[Sequence, int]]) -> None:
         """Take a block for the lookahead of the engine where it can be used and one is free.
 

@@ -57,6 +57,21 @@ class PrefillTokenBudget:
         """Whether steps with running sequences have a bound."""
         return self.prefill_step_share is not None or self.max_step_seconds is not None
 
+    @property
+    def decode_coefficients(self) -> tuple[float, float, float]:
+        """Seconds of a decode step: constant, per sequence, per 1024 context tokens."""
+        constant, per_sequence, per_kilo = self._decode_fit.coefficients
+        return constant, per_sequence, per_kilo
+
+    @property
+    def prompt_token_seconds(self) -> float:
+        """Seconds that the first tokens of a prompt add to a step, each."""
+        return self._prefill_token_cost(0)[0]
+
+    def predict_decode_seconds(self, num_sequences: int, context_tokens: int) -> float:
+        """Predict a step of one token for each of `num_sequences`, without drafts and prompts."""
+        return self._decode_fit.predict((1.0, float(num_sequences), context_tokens * _KILO))
+
     def compute_token_limit(
         self, num_sequences: int, context_tokens: int, computed_tokens: int
     ) -> int | None:
@@ -130,6 +145,8 @@ class PrefillTokenBudget:
                 -self._max_credit_seconds,
                 min(self._credit_seconds + earned, self._max_credit_seconds),
             )
+        if batch.num_draft_tokens:
+            return  # VerificationCost learns from these
         self._num_steps[mixed] += 1
         if (
             self._num_steps[mixed] > _STEPS_BEFORE_SAMPLING
@@ -169,11 +186,14 @@ def _round_to_few_sizes(tokens: int, block_size: int) -> int:
 
 
 def _step_features(batch: StepBatch) -> tuple[tuple[float, float, float], tuple[float, float]]:
-    """Inputs of the cost model for decode and for prompts. One-token slices count as decode."""
+    """Inputs of the cost model for decode and for prompts.
+
+    Slices of one token count as decode. Draft tokens do not count.
+    """
     sequences = context_tokens = new = 0
     pairs = 0.0
     for slice_ in batch.slices:
-        length = len(slice_.token_ids)
+        length = len(slice_.token_ids) - len(slice_.draft_specs)
         if length == 1:
             sequences += 1
             context_tokens += slice_.start + 1

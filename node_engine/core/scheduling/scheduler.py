@@ -1,6 +1,7 @@
 """The scheduler of a node in either role: decides what the sequences compute in the next step.
 
-A step has a budget of tokens. Running sequences take one each. The rest, or what
+A step has a budget of tokens. Running sequences take one each, and more for drafts if the step
+computes no prompt (speculator.py). The rest, or what
 `PrefillTokenBudget` grants of it, goes to prompts in chunks that end on block boundaries (except
 the last chunk of a prompt). Unticketed prefills come last; then higher classes first, then earlier
 virtual deadlines. A prompt's virtual deadline is the moment when this node has computed
@@ -24,7 +25,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import count
 
 from baton.kv.blocks import BlockHash, HashChain
-from baton.types import AttemptKey, AttemptSpec, BlockIndex, TicketId, TokenEvent, TokenLogprobs
+from baton.types import AttemptKey, AttemptSpec, BlockIndex, TicketId, TokenLogprobs
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.blocks.block_records import BlockLedgerError
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
@@ -42,19 +43,10 @@ from node_engine.core.scheduling.preemption import (
     Preemptor,
 )
 from node_engine.core.scheduling.prefill_token_budget import PrefillTokenBudget
-from node_engine.core.sequences.outcomes import (
-    PrefillCompleted,
-    PromptLogprobsComputed,
-    ScheduledStep,
-    SequenceOutcome,
-    TokenEmitted,
-)
-from node_engine.core.sequences.sequence import (
-    Sequence,
-    SequenceState,
-    SequenceTable,
-    finish_reason,
-)
+from node_engine.core.scheduling.sequence_decoder import make_sequence_decoder
+from node_engine.core.sequences.outcomes import ScheduledStep, SequenceOutcome
+from node_engine.core.sequences.sequence import Sequence, SequenceState, SequenceTable
+from node_engine.core.sequences.token_constraint import TokenConstraint
 from node_engine.core.step.step_batch import SequenceId, SliceResult, StepBatch
 
 WAITING, PREFILLING = SequenceState.WAITING, SequenceState.PREFILLING
@@ -94,6 +86,15 @@ class Scheduler:
         self._cache_manager = KVCacheManager(
             pool, self.sequences, self.capacity, self._preemptor, copy_pool_blocks
         )
+        self._decoder = make_sequence_decoder(
+            self.sequences,
+            self._cache_manager,
+            self._releaser,
+            self.prefill_budget,
+            limits,
+            eos_token_ids,
+        )
+        self.speculator = self._decoder.speculator
         self._num_prefilled_tokens = 0  # prompt tokens computed so far: the virtual time
         self._batch_in_flight: StepBatch | None = None
         # Of the step in flight, also those that have ended since it began.
@@ -119,15 +120,18 @@ class Scheduler:
         *,
         is_prefill_only: bool = False,
         pool_prefix: PoolPrefix | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> Sequence:
         """Add a sequence whose context is computed here.
 
         It is decoded here as well or, with `is_prefill_only`, ends with its first token.
-        `pool_prefix` is what the shared pool has of its context. Raises ContextLengthExceeded or
+        `pool_prefix` is what the shared pool has of its context, `constraint` the grammar of its
+        output after the tokens that were emitted before. Raises ContextLengthExceeded or
         OutOfBlocks if the context can never fit; nothing is then kept.
         """
         sequence = self._create_sequence(work, root_hash, is_prefill_only)
         sequence.pool_use.prefix = pool_prefix.acquire() if pool_prefix else None
+        sequence.constraint = constraint
         self.sequences.add_sequence(sequence)
         return sequence
 
@@ -137,6 +141,7 @@ class Scheduler:
         root_hash: BlockHash,
         ticket: TicketId,
         pool_prefix: PoolPrefix | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> Sequence | CapacityRefusal:
         """Add a sequence whose KV another node writes under `ticket`, or refuse it at once.
 
@@ -150,6 +155,7 @@ class Scheduler:
         if refusal is not None:
             sequence.pool_use.set_prefix(None)
             return refusal
+        sequence.constraint = constraint
         self.sequences.add_sequence(sequence)
         self.sequences.change_state(sequence, AWAITING_KV)
         return sequence
@@ -169,7 +175,7 @@ class Scheduler:
             )
         self._cache_manager.commit_handoff(sequence, sequence.context_len + len(sampled) - 1)
         self.sequences.change_state(sequence, RUNNING)
-        return [self._accept_token(sequence, token, score) for token in sampled]
+        return [self._decoder.accept_first_token(sequence, token, score) for token in sampled]
 
     def mark_ticketed(self, key: AttemptKey) -> None:
         """Note that a decode node has reserved blocks for this prefill and let it write them."""
@@ -219,7 +225,7 @@ class Scheduler:
         """
         if self._batch_in_flight is not None:
             raise BlockLedgerError("the step in flight has not been updated")
-        growing = self._grow_running_sequences()
+        growing = self._decoder.grow_running_sequences()
         chosen = [(sequence, 1) for sequence in growing]
         budget = self._prefill_tokens_allowed(growing)
         self._admit_waiting_sequences(budget)
@@ -245,6 +251,8 @@ class Scheduler:
                 chosen.append((sequence, length))
                 budget -= length
         self._cache_manager.grow_ahead(chosen[len(growing) :])
+        if self.speculator.is_enabled:
+            self.speculator.plan_drafts(growing, has_prompts=len(chosen) > len(growing))
         outcomes = self._preemptor.pop_outcomes() if self._preemptor.outcomes else ()
         return ScheduledStep(self._build_batch(chosen) if chosen else None, outcomes)
 
@@ -263,16 +271,7 @@ class Scheduler:
                 continue
             if sequence.state is PREFILLING:
                 self._num_prefilled_tokens += len(slice_.token_ids)
-            sequence.num_computed_tokens += len(slice_.token_ids)
-            self._cache_manager.index_full_blocks(sequence)
-            if slice_.logprobs_spec is not None:
-                outcomes.append(
-                    PromptLogprobsComputed(sequence, slice_.start + 1, result.prompt_logprobs)
-                )
-            if slice_.sample_spec is not None:
-                if result.token_id is None:
-                    raise BlockLedgerError(f"sequence {sequence.key}: no token was sampled")
-                outcomes.append(self._accept_token(sequence, result.token_id, result.logprobs))
+            outcomes.extend(self._decoder.apply_result(sequence, slice_, result))
         self._clear_step_in_flight()
         return outcomes
 
@@ -297,21 +296,6 @@ class Scheduler:
         sequence = Sequence(sequence_id, work, tokens, chain, is_prefill_only)
         sequence.virtual_deadline = self._num_prefilled_tokens + PREFILL_STRETCH * len(tokens)
         return sequence
-
-    def _grow_running_sequences(self) -> list[Sequence]:
-        """Make room for the next token of running sequences, oldest first; preempts if necessary.
-
-        Returns those that take part in the step.
-        """
-        running = self.sequences.get_by_state(RUNNING)
-        ready: list[Sequence] = []
-        for sequence_id in sorted(running):
-            sequence = running.get(sequence_id)
-            if sequence is not None and self._cache_manager.grow_sequence(sequence):
-                ready.append(sequence)
-        # With blocks that nobody needs for this step.
-        self._cache_manager.grow_ahead((sequence, 1) for sequence in ready)
-        return [sequence for sequence in ready if sequence.state is RUNNING]
 
     def _prefill_tokens_allowed(self, growing: list[Sequence]) -> int:
         """Prompt tokens that the step may compute beside the decoding sequences."""
@@ -367,29 +351,6 @@ class Scheduler:
         self.sequences_in_flight = {sequence.id: sequence for sequence, _ in chosen}
         self._releaser.ids_in_flight = self.sequences_in_flight.keys()
         return batch
-
-    def _accept_token(
-        self, sequence: Sequence, token: int, score: TokenLogprobs | None
-    ) -> SequenceOutcome:
-        """Append a sampled token and change the sequence's state; returns the outcome."""
-        sequence.token_ids.append(token)
-        finish = finish_reason(
-            sequence.work.request.sampling,
-            self._eos_token_ids,
-            self.limits.max_model_len,
-            last_token=token,
-            num_generated=sequence.num_output_tokens,
-            num_tokens=len(sequence.token_ids),
-        )
-        event = TokenEvent(sequence.key, sequence.num_output_tokens - 1, token, finish, score)
-        if sequence.is_prefill_only:
-            self.sequences.change_state(sequence, HANDING_OFF)
-            return PrefillCompleted(sequence, event)
-        if finish is not None:
-            self._releaser.finish_sequence(sequence)
-        elif sequence.state is PREFILLING:
-            self.sequences.change_state(sequence, RUNNING)
-        return TokenEmitted(sequence, event)
 
     def _clear_step_in_flight(self) -> None:
         self._batch_in_flight, self.sequences_in_flight = None, {}

@@ -22,6 +22,7 @@ class StepLimits:
     max_batched_tokens: int  # tokens of a step
     # Of a step with running sequences, which a prompt chunk may not make longer; None: no bound.
     max_step_seconds: float | None = None
+    max_draft_tokens: int = 0  # of a sequence in a step; 0: no speculative decoding
 
 
 def resolve_step_limits(config: NodeConfig, defaults: StepLimits) -> StepLimits:
@@ -38,7 +39,8 @@ def resolve_step_limits(config: NodeConfig, defaults: StepLimits) -> StepLimits:
         if config.max_num_seqs == "auto":
             sequences = max(1, min(sequences, tokens + 1 - config.block_size))
     SchedulerLimits(sequences, tokens, max_model_len=1).check(config.block_size)
-    return StepLimits(sequences, tokens, _resolve_step_seconds(config, defaults))
+    draft_tokens = 0 if config.speculative == "none" else config.speculative_tokens
+    return StepLimits(sequences, tokens, _resolve_step_seconds(config, defaults), draft_tokens)
 
 
 def _resolve_step_seconds(config: NodeConfig, defaults: StepLimits) -> float | None:

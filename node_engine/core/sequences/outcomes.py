@@ -1,10 +1,12 @@
 """Outcomes of a step for its sequences: a closed union that the role turns into messages."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.errors import BatonError
 from baton.types import TokenEvent, TokenLogprobs
 from node_engine.core.sequences.sequence import Sequence
+from node_engine.core.speculation.drafting import DraftResult
 from node_engine.core.step.step_batch import StepBatch
 
 
@@ -14,6 +16,14 @@ class TokenEmitted:
 
     sequence: Sequence
     event: TokenEvent
+
+
+@dataclass(frozen=True, slots=True)
+class DraftsVerified:
+    """A step has verified draft tokens of a running sequence. Follows its tokens."""
+
+    sequence: Sequence
+    result: DraftResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +72,19 @@ class SequenceFailed:
 
 
 SequenceOutcome = (
-    TokenEmitted | PromptLogprobsComputed | PrefillCompleted | PrefillRequeued | SequenceFailed
+    TokenEmitted
+    | DraftsVerified
+    | PromptLogprobsComputed
+    | PrefillCompleted
+    | PrefillRequeued
+    | SequenceFailed
 )
+
+
+def count_accepted_drafts(outcomes: Iterable[SequenceOutcome]) -> int:
+    """Draft tokens that a step has accepted, of all sequences."""
+    verified = (outcome for outcome in outcomes if isinstance(outcome, DraftsVerified))
+    return sum(drafts.result.num_accepted for drafts in verified)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,24 +15,27 @@ another node writes. A sequence that is handed off ends its prefill in HANDING_O
 blocks until the role releases them.
 
 The live sequences of a node, found by key, by id and by state.
-
-Stop rules: when a generation ends, and which tokens may not end it yet.
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.kv.blocks import HashChain
-from baton.types import AttemptKey, AttemptSpec, BlockIndex, FinishReason, SamplingParams, TicketId
+from baton.types import AttemptKey, AttemptSpec, BlockIndex, TicketId
 from node_engine.core.blocks.block_records import BlockLedgerError
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
+from node_engine.core.sequences.stop_rules import forbidden_token_ids, unwanted_ends
+from node_engine.core.sequences.token_constraint import TokenConstraint
+from node_engine.core.speculation.drafting import Drafting
 from node_engine.core.step.step_batch import (
     PromptLogprobsSpec,
     SampleSpec,
     SequenceId,
     SequenceSlice,
     TokenCounts,
+    TokenMask,
 )
 
 
@@ -41,7 +44,7 @@ class SequenceState(Enum):
     PREFILLING = "prefilling"  # has every block of its context, computes it in chunks
     HANDING_OFF = "handing_off"  # prefill is over; the sender is reading its blocks
     AWAITING_KV = "awaiting_kv"  # a ticket for its missing blocks has been granted
-    RUNNING = "running"  # one token per step
+    RUNNING = "running"  # one token per step, or more with drafts
     FINISHED = "finished"  # no blocks
 
 
@@ -119,6 +122,8 @@ class Sequence:
     arrival_order: int = 0  # position in the common order of arrivals and tickets
     virtual_deadline: int = 0  # in tokens computed by this node; see the scheduler
     token_counts: TokenCounts | None = None  # only with penalties; as of the last sampled token
+    constraint: TokenConstraint | None = None  # of the output's grammar; as of the last token
+    drafting: Drafting | None = None  # with speculative decoding, once it runs
 
     # What follows from `work`.
     key: AttemptKey = field(init=False)
@@ -201,28 +206,76 @@ class Sequence:
         return self.token_counts
 
     def build_slice(self, length: int, eos_token_ids: Collection[int]) -> SequenceSlice:
-        """Its next `length` tokens for a step, with a sample if they are the last ones it has."""
+        """Its next `length` tokens for a step, with a sample if they are the last ones it has.
+
+        Behind the last one come the draft tokens that the step verifies.
+        """
         start = self.num_computed_tokens
         end = start + length
-        sample = self._build_sample_spec(eos_token_ids) if end == len(self.token_ids) else None
+        draft: SequenceOf[int] = ()
+        draft_specs: tuple[SampleSpec, ...] = ()
+        sample = None
+        if end == len(self.token_ids):
+            if self.drafting is not None and self.drafting.verified_tokens:
+                draft_specs = self._build_draft_specs(self.drafting, eos_token_ids)
+                draft = self.drafting.verified_tokens
+            sample = self._build_sample_spec(eos_token_ids)
         return SequenceSlice(
             self.id,
-            tuple(self.token_ids[start:end]),
+            (*self.token_ids[start:end], *draft),
             start,
             self.block_table,
             sample,
             self._build_logprobs_spec(start, end) if self.needs_prompt_logprobs else None,
+            draft_specs,
         )
 
-    def _build_sample_spec(self, eos_token_ids: Collection[int]) -> SampleSpec:
+    def _build_sample_spec(
+        self,
+        eos_token_ids: Collection[int],
+        draft: SequenceOf[int] = (),
+        draft_mask: TokenMask | None = None,
+    ) -> SampleSpec:
+        """How to sample the next token, or the one after `draft` with its mask there."""
         params = self.work.request.sampling
+        num_output_tokens = self.num_output_tokens + len(draft)
+        forbidden = forbidden_token_ids(params, eos_token_ids, num_output_tokens)
+        mask = draft_mask
+        if self.constraint is not None:
+            if mask is None:
+                mask = self.constraint.begin_mask(
+                    unwanted_ends(params, eos_token_ids, num_output_tokens)
+                )
+            forbidden = ()  # the mask leaves them out
+        counts = self.update_token_counts() if self.has_penalties else None
         return SampleSpec(
             params,
             self.key.choice_index,
-            len(self.token_ids),
-            forbidden_token_ids(params, eos_token_ids, self.num_output_tokens),
-            self.update_token_counts() if self.has_penalties else None,
-            may_continue=self.num_output_tokens + 1 < params.max_tokens,
+            len(self.token_ids) + len(draft),
+            forbidden,
+            counts.count_draft(draft) if counts is not None and draft else counts,
+            mask,
+            may_continue=num_output_tokens + 1 < params.max_tokens,
+        )
+
+    def _build_draft_specs(
+        self, drafting: Drafting, eos_token_ids: Collection[int]
+    ) -> tuple[SampleSpec, ...]:
+        """How to sample after each draft. Drops the drafts that the grammar does not allow."""
+        draft, params = drafting.verified_tokens, self.work.request.sampling
+        masks: SequenceOf[TokenMask | None] = [None] * len(draft)
+        if self.constraint is not None:
+            masks = self.constraint.begin_draft_masks(
+                draft,
+                [
+                    unwanted_ends(params, eos_token_ids, self.num_output_tokens + number)
+                    for number in range(1, len(draft) + 1)
+                ],
+            )
+            drafting.verified_tokens = draft[: len(masks)]
+        return tuple(
+            self._build_sample_spec(eos_token_ids, draft[:number], mask)
+            for number, mask in enumerate(masks, 1)
         )
 
     def _build_logprobs_spec(self, start: int, end: int) -> PromptLogprobsSpec | None:
@@ -240,6 +293,8 @@ class Sequence:
         if charged_class:
             self.recomputed_until = max(self.recomputed_until, self.num_computed_tokens)
             self.recompute_charged_class = charged_class
+        if self.constraint is not None:
+            self.constraint.roll_back(len(self.token_ids) - self.context_len)
         del self.token_ids[self.context_len :]
         self.num_computed_tokens = self.num_cached_tokens = 0
         self.pool_use.num_tokens = self.pool_use.num_remote_tokens = 0
@@ -299,39 +354,3 @@ class SequenceTable:
             del self._by_key[sequence.key]
         else:
             self._by_state[state][sequence.id] = sequence
-
-
-def stop_token_ids(params: SamplingParams, eos_token_ids: Collection[int]) -> tuple[int, ...]:
-    """Token ids that end this generation. With `ignore_eos`, EOS does not."""
-    return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
-
-
-def forbidden_token_ids(
-    params: SamplingParams, eos_token_ids: Collection[int], num_generated: int
-) -> tuple[int, ...]:
-    """Token ids that may not be sampled next: stop tokens, until `min_tokens` were generated.
-
-    `num_generated` counts output tokens, those of earlier attempts included.
-    """
-    return stop_token_ids(params, eos_token_ids) if num_generated < params.min_tokens else ()
-
-
-def finish_reason(
-    params: SamplingParams,
-    eos_token_ids: Collection[int],
-    max_model_len: int,
-    *,
-    last_token: int,
-    num_generated: int,
-    num_tokens: int,
-) -> FinishReason | None:
-    """Why the output ends with `last_token`; None if it goes on.
-
-    `num_generated` counts output tokens, those of earlier attempts included; `num_tokens` counts
-    prompt and output. Both include `last_token`.
-    """
-    if last_token in stop_token_ids(params, eos_token_ids):
-        return FinishReason.STOP
-    if num_generated >= params.max_tokens or num_tokens >= max_model_len:
-        return FinishReason.LENGTH
-    return None

@@ -51,6 +51,9 @@ class ComputeDevice:
     # Measures the device's own memory; None: the engine computes in host memory. Any thread may
     # call it; it returns None when the device does not answer.
     measure_memory: Callable[[], DeviceMemory | None] | None = None
+    # weights in the layout of the native CPU kernels; 0: they do not compute here
+    packed_weight_bytes: int = 0
+    packed_weight_source: str = ""  # where they were found: segment, cache file or checkpoint
 
 
 @dataclass(frozen=True, slots=True)

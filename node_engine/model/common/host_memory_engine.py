@@ -12,6 +12,7 @@ from node_engine.model.common.warm_up import CPU_PROMPT_LENGTHS, iter_warm_up_st
 class HostMemoryEngine(BaseEngine):
     """An `Engine` whose steps compute in the arena itself: it copies no blocks."""
 
+    _warm_up_lengths: Sequence[int] = CPU_PROMPT_LENGTHS  # of prompts, in tokens
     _num_blocks = 0
 
     @property
@@ -31,7 +32,7 @@ class HostMemoryEngine(BaseEngine):
         """Run steps of typical sizes in the empty cache; see Engine.warm_up."""
         cache = self._layout.block_size, self._num_blocks
         for step in iter_warm_up_steps(
-            CPU_PROMPT_LENGTHS, *cache, self._max_model_len, max_batched_tokens
+            self._warm_up_lengths, *cache, self._max_model_len, max_batched_tokens
         ):
             if not is_wanted():
                 return

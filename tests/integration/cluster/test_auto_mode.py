@@ -70,7 +70,6 @@ async def check_refused(cluster: Cluster) -> None:
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.asyncio
 async def test_cluster_serves_without_one_role_where_the_mode_allows(cluster: Cluster) -> None:
     answer = await send_request(cluster, 200, 1)
@@ -128,7 +127,6 @@ async def send_requests_until(
         answers.append(await send_request(cluster, 50, salt + len(answers)))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.asyncio
 async def test_disaggregated_mode_serves_without_its_only_prefill_node(tmp_path: Path) -> None:
     """It is killed under load: nobody is refused, every token is right, and hand-offs resume when

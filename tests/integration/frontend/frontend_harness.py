@@ -14,7 +14,13 @@ import grpc.aio
 import httpx2
 
 from baton.config.settings import Config
-from baton.errors import Cancelled, NotFound, Overloaded, ServiceUnavailable, SlowReader
+from baton.errors import (
+    Cancelled,
+    NotFound,
+    Overloaded,
+    ServiceUnavailable,
+    SlowReader,
+)
 from baton.limits import ModelBounds
 from baton.models.generation_defaults import GenerationDefaults
 from baton.pb.cluster_pb2 import (
@@ -50,6 +56,7 @@ from coordinator.generation import (
 from coordinator.operators import admin_app
 from coordinator.operators.port_connections import PortConnections
 from coordinator.text.tokenizer import NoTokenizer, Tokenizer
+from tests.structured.fake_grammars import check_fake_grammar
 
 MODEL_BOUNDS = ModelBounds(
     vocab_size=1000,
@@ -305,6 +312,7 @@ async def running_frontend(
         rejections=refusals,
         defaults=defaults,
         unknown_fields=unknown_fields,
+        check_grammar=check_fake_grammar,
     )
     who = ClientAuthenticator(api_key, tenants)
     metrics = (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from baton.types import Request
+from baton.types import GrammarKind, Request, StructuredOutput
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 GOOD_BODIES: dict[str, dict[str, Any]] = {
@@ -24,6 +24,7 @@ class FieldCase:
     accepts_null: bool = True
 
 
+JSON_OBJECT = StructuredOutput(GrammarKind.JSON, '{"type":"object"}')
 COMMON_FIELDS: dict[str, FieldCase] = {
     "model": FieldCase(("demo", "told.model", "demo")),
     "frequency_penalty": FieldCase((0.5, "sampling.frequency_penalty", 0.5), (0, 0.0), (2.5, "0")),
@@ -70,7 +71,11 @@ CHAT_FIELDS: dict[str, FieldCase] = COMMON_FIELDS | {
     "prompt_cache_options": FieldCase(None, ({},), ({"x": 1},)),
     "prompt_cache_retention": FieldCase(None, ("in_memory",), ("24h",)),
     "reasoning_effort": FieldCase(None, ("none",), ("low", "medium")),
-    "response_format": FieldCase(None, ({"type": "text"},), ({"type": "json_object"}, "text")),
+    "response_format": FieldCase(
+        ({"type": "json_object"}, "sampling.structured_output", JSON_OBJECT),
+        ({"type": "text"},),
+        ("text", {"type": "x"}, {"type": "json_schema"}, {"type": "structural_tag"}, {}),
+    ),
     "safety_identifier": FieldCase(None, ("x",), (5,)),
     "service_tier": FieldCase(None, ("auto", "default"), ("flex", "priority")),
     "store": FieldCase(None, (False,), (True, 0)),

@@ -72,6 +72,8 @@ def merge_chunks(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
             told = whole.setdefault(choice["index"], choice | {"text": "", "logprobs": None})
             told["text"] += choice["text"]
             told["finish_reason"] = choice["finish_reason"]
+            if "stop_reason" in choice:
+                told["stop_reason"] = choice["stop_reason"]
             if choice["logprobs"] is not None:
                 told["logprobs"] = told["logprobs"] or {name: [] for name in choice["logprobs"]}
                 for name, values in choice["logprobs"].items():

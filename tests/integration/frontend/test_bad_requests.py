@@ -103,6 +103,7 @@ async def test_unsupported_fields_may_be_null_or_default(front: FrontendHarness)
         "best_of",
         "echo",
         "logprobs",
+        "prompt_logprobs",
         "presence_penalty",
         "frequency_penalty",
         "logit_bias",

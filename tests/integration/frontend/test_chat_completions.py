@@ -269,7 +269,7 @@ BAD: list[tuple[dict[str, object], str, str]] = [
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
         "messages",
-        "messages[0].tool_calls is given",
+        "messages[0].tool_calls[0] is of the wrong type",
     ),
     (
         {"messages": [{"role": "user", "content": "x" * 2000}]},

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 
 from coordinator.frontend.http.schema.body_decoder import RequestBody
+from coordinator.frontend.http.schema.chat_messages import ChatMessageParam
 from coordinator.frontend.http.schema.generation_requests import (
-    ChatMessageParam,
     ChatRequest,
     CompletionRequest,
     StreamOptions,

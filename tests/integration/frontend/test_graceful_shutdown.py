@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import httpx2
-import pytest
 
 from baton.pb import generation_pb2 as pb
 from baton.pb.generation_pb2_grpc import GenerationStub
@@ -22,7 +21,6 @@ def request_body(tokens: int, *, stream: bool = True) -> dict[str, Any]:
     return {"prompt": [1, 2, 3], "max_tokens": tokens, "stream": stream, "ignore_eos": True}
 
 
-@pytest.mark.timeout(120)
 async def test_shutdown_finishes_short_requests_and_ends_the_rest_with_an_error(
     tmp_path: Path,
 ) -> None:

@@ -9,9 +9,8 @@ import pytest_asyncio
 
 from baton.limits import MAX_PROMPT_LOGPROBS
 from baton.pb import generation_pb2 as pb
-from coordinator.frontend.output import (
-    ECHO_CHUNK_TOKENS,
-)
+from baton.pb.common_pb2 import TokenIds
+from coordinator.frontend.output import PROMPT_CHUNK_TOKENS
 from tests.integration.frontend.frontend_harness import (
     FakeGeneration,
     FrontendHarness,
@@ -27,7 +26,7 @@ from tests.integration.frontend.scored_frontend import (
     stream_completion,
     text_of,
 )
-from tests.small_tokenizers import expected_ids, hello_tokenizer
+from tests.small_tokenizers import chat_tokenizer, expected_ids, hello_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -162,8 +161,81 @@ async def test_prompt_logprobs_are_bounded(front: FrontendHarness) -> None:
     assert response.json()["error"]["param"] == "logprobs"
     for part in ("logprobs is 20", "64000 tokens", str(64000 * 21), str(MAX_PROMPT_LOGPROBS)):
         assert part in response.json()["error"]["message"]
+    scored = {"prompt": [[7] * 500] * 16, "max_tokens": 1, "prompt_logprobs": 8}
+    response = await front.http.post("/v1/completions", json={**scored, "n": 16})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt_logprobs"
+    assert f"n is 16: that is {8000 * 9 * 16} log" in response.json()["error"]["message"]
     assert front.backend.requests == []
     assert (await front.http.post("/v1/completions", json=fields)).status_code == 200
+
+
+def expected_prompt_logprobs(prompt: list[int], top: int) -> list[Any]:
+    """In the form of vLLM: the prompt's own token, then the likeliest with their ranks."""
+    likeliest = {str(TOP): {"logprob": -0.25, "rank": 1, "decoded_token": text_of(TOP)}}
+    return [None] + [
+        {str(token): {"logprob": -float(token), "rank": None, "decoded_token": text_of(token)}}
+        | (likeliest if top else {})
+        for token in prompt[1:]
+    ]
+
+
+@pytest.mark.parametrize("top", [0, 1])
+async def test_prompt_logprobs_have_the_form_of_vllm(front: FrontendHarness, top: int) -> None:
+    prompts = [list(expected_ids(text)) for text in ("hello world", "hello " * PROMPT_CHUNK_TOKENS)]
+    fields: dict[str, Any] = {"max_tokens": 1, "n": 2, "prompt_logprobs": top}
+    answer = await post_completion(front, prompt=prompts, **fields)
+    plain = await post_completion(front, prompt=prompts, max_tokens=1, n=2)
+    for choice, expected in zip(answer["choices"], plain["choices"], strict=True):
+        prompt = prompts[choice["index"] // 2]
+        assert choice.pop("prompt_logprobs") == expected_prompt_logprobs(prompt, top)
+        assert choice == expected
+    asked = [request.sampling.prompt_logprobs for request in front.backend.requests]
+    assert asked[:4] == [top, None, top, None]
+    assert {request.sampling.logprobs for request in front.backend.requests} == {None}
+
+
+async def test_prompt_logprobs_of_a_conversation() -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1, "n": 2}
+    async with running_frontend(text=chat_tokenizer()) as front:
+        front.backend.script = scored_script
+        scored = await front.http.post("/v1/chat/completions", json=body | {"prompt_logprobs": 1})
+        assert scored.status_code == 200, scored.text
+        prompt = list(front.backend.requests[0].prompt_token_ids)
+        plain = await front.http.post("/v1/chat/completions", json=body)
+    assert scored.json()["prompt_logprobs"] == expected_prompt_logprobs(prompt, 1)
+    assert "prompt_logprobs" not in plain.json()
+    assert scored.json()["choices"] == plain.json()["choices"]
+
+
+async def test_echo_and_prompt_logprobs_have_their_own_counts(front: FrontendHarness) -> None:
+    prompt = list(expected_ids("hello world"))
+    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": 1, "echo": True}
+    for logprobs, top in ((0, 1), (1, 0), (None, 1)):
+        (choice,) = (
+            await post_completion(front, logprobs=logprobs, prompt_logprobs=top, **fields)
+        )["choices"]
+        assert choice.pop("prompt_logprobs") == expected_prompt_logprobs(prompt, top)
+        (echoed,) = (await post_completion(front, logprobs=logprobs, **fields))["choices"]
+        assert choice == echoed
+
+
+async def test_prompt_logprobs_over_grpc(front: FrontendHarness) -> None:
+    prompt = expected_ids("hello wörld 😀 " * 90)
+    request = pb.GenerateRequest(
+        token_ids=TokenIds(ids=prompt), max_tokens=1, n=2, prompt_logprobs=1
+    )
+    once = await front.stub.GenerateOnce(request)
+    assert [score.logprob for score in once.prompt_scores] == [-float(each) for each in prompt[1:]]
+    assert not once.others[0].prompt_scores
+    assert not once.HasField("prompt")
+    told = [
+        len(message.prompt_scores)
+        async for message in front.stub.Generate(request)
+        if message.prompt_scores
+    ]
+    assert told[0] == PROMPT_CHUNK_TOKENS - 1  # without the first token
+    assert sum(told) == len(prompt) - 1
 
 
 @pytest.mark.parametrize("as_ids", [False, True], ids=["text", "token ids"])
@@ -185,7 +257,7 @@ async def test_long_prompt_logprobs_are_sent_in_parts(front: FrontendHarness, as
     told = [
         part["choices"][0]["logprobs"]["tokens"] for part in parts if part["choices"][0]["logprobs"]
     ]
-    assert max(map(len, told)) == ECHO_CHUNK_TOKENS
+    assert max(map(len, told)) == PROMPT_CHUNK_TOKENS
     for choice in answer["choices"]:
         logprobs, text = choice["logprobs"], choice["text"]
         assert text[:-1] == texts[choice["index"] // 2]
@@ -196,7 +268,7 @@ async def test_long_prompt_logprobs_are_sent_in_parts(front: FrontendHarness, as
             if not token.startswith("bytes:")
         ]
         assert all(token == found for token, found in whole)
-        assert len(whole) > ECHO_CHUNK_TOKENS
+        assert len(whole) > PROMPT_CHUNK_TOKENS
 
 
 async def test_long_prompt_logprobs_over_grpc(front: FrontendHarness) -> None:
@@ -219,4 +291,4 @@ async def test_long_prompt_logprobs_over_grpc(front: FrontendHarness) -> None:
         == len(expected_ids(text)) - 1
         == sum(len(echo.scores) for echo in echoes)
     )
-    assert max(len(echo.token_ids) for echo in echoes) == ECHO_CHUNK_TOKENS
+    assert max(len(echo.token_ids) for echo in echoes) == PROMPT_CHUNK_TOKENS

@@ -117,8 +117,18 @@ HTTP_ONLY = {
     ),
     **dict.fromkeys(("request_id", "rid"), "the metadata x-request-id is that id"),
     "session_id": "there is nothing it may ask for",
+    **dict.fromkeys(
+        (
+            *("tools", "tool_choice", "parallel_tool_calls", "continue_final_message"),
+            *("include_reasoning", "separate_reasoning"),
+            *("truncate_prompt_tokens", "truncation_side"),
+        ),
+        "the gRPC door has no tools, no parsed output and no truncation",
+    ),
 }
 GRPC_EQUIVALENTS = {
+    "response_format": ("structured_output",),
+    "structured_outputs": ("structured_output",),
     "prompt": ("text", "token_ids", "prompts"),
     "messages": ("chat",),
     "add_generation_prompt": ("chat",),

@@ -1,8 +1,8 @@
-"""Both front doors on a real cluster with a real model: what they are told is what the model
-says."""
+"""HTTP and gRPC on a real cluster with a real model: the answers are those of the model."""
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,18 @@ from tokenizers import Tokenizer
 
 from baton.pb import generation_pb2 as pb
 from baton.pb.generation_pb2_grpc import GenerationStub
+from offline.batch import __main__ as run_batch
+from offline.llm import LLM
 from tests.cluster import Cluster
-from tests.models import EOS_TOKEN, build_model, load_reference_model
+from tests.models import (
+    EOS_TOKEN,
+    MIN_LOGIT_MARGIN,
+    build_model,
+    generate_reference,
+    load_reference_model,
+)
+from tests.unit.offline.batch_files import read_lines, write_lines
+from tests.unit.offline.output_comparisons import assert_same_output, generate_everything
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEMPLATE = (
@@ -110,8 +120,10 @@ async def test_echoed_logprobs_equal_the_models(http: httpx2.AsyncClient, model:
         "temperature": 0,
     }
     answer = await post_request(http, **fields)
+    apart = fields | {"echo": False, "logprobs": None, "prompt_logprobs": 1}
+    again = await post_request(http, **apart)  # now the caches have the prompts
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-    for ids, choice in zip(prompts, answer["choices"], strict=True):
+    for ids, choice, scored in zip(prompts, answer["choices"], again["choices"], strict=True):
         with torch.inference_mode():
             scores = torch.log_softmax(reference(torch.tensor([ids])).logits[0].double(), dim=-1)
         told = choice["logprobs"]
@@ -121,6 +133,11 @@ async def test_echoed_logprobs_equal_the_models(http: httpx2.AsyncClient, model:
         best = [max(top.values()) for top in told["top_logprobs"][1:]]
         assert best == pytest.approx(scores.max(dim=-1).values.tolist(), abs=1e-4)
         assert told["token_logprobs"][-1] == best[-1]
+        entries = scored["prompt_logprobs"][1:]
+        own = [entry[str(token)]["logprob"] for entry, token in zip(entries, ids[1:], strict=True)]
+        assert own == pytest.approx(expected, abs=1e-4)
+        ranked = [max(each["logprob"] for each in entry.values()) for entry in entries]
+        assert ranked == pytest.approx(best[:-1], abs=1e-4)
         assert choice["text"].startswith(tokenizer.decode(ids))
 
 
@@ -337,3 +354,39 @@ async def test_64_bit_seeds_mean_the_same_over_http_and_grpc(
         once = await stub.GenerateOnce(pb.GenerateRequest(text=PROMPT, **drawn))
         other = await stub.GenerateOnce(pb.GenerateRequest(text=PROMPT, **drawn | {"seed": 1}))
     assert list(once.token_ids) == choice["token_ids"] != list(other.token_ids)
+
+
+async def test_python_api_equals_the_cluster_and_transformers(
+    cluster: Cluster, model: Path, tmp_path: Path
+) -> None:
+    own: dict[str, Any] = {"dtype": "float32", "threads": "1", "kv_memory": "8MiB"}
+    with LLM(cluster.http_url) as remote, LLM(str(model), segment_dir=str(tmp_path), **own) as llm:
+        served = await asyncio.to_thread(generate_everything, remote, PROMPT)
+        local = await asyncio.to_thread(generate_everything, llm, PROMPT)
+    assert [len(output.outputs) for output in served] == [1, 2, 1, 1, 1, 2, 1]
+    assert re.fullmatch("(fox|dog)( [a-z]{2}){2}", local[3].outputs[0].text)
+    for one, other in zip(served, local, strict=True):
+        assert_same_output(one, other)
+    reference = generate_reference(load_reference_model(model), served[0].prompt_token_ids, 12)
+    assert tuple(local[0].outputs[0].token_ids) == tuple(reference.tokens)
+    assert reference.min_logit_margin > MIN_LOGIT_MARGIN
+
+
+async def test_a_batch_has_the_answers_of_http(
+    cluster: Cluster, http: httpx2.AsyncClient, tmp_path: Path
+) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": PROMPT, "seed": 3},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "fox"}], "seed": 3},
+    }
+    lines: list[dict[str, Any]] = [
+        {"custom_id": url, "method": "POST", "url": url, "body": body | {"max_tokens": 5}}
+        for url, body in bodies.items()
+    ]
+    source, target = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    command = [str(source), str(target), "--url", f"{cluster.http_url}/v1"]
+    assert await asyncio.to_thread(run_batch.main, command) == 0
+    answers = {line["custom_id"]: line["response"]["body"] for line in read_lines(target)}
+    for line in lines:
+        expected = await post_request(http, line["url"], **line["body"])
+        assert answers[line["url"]]["choices"] == expected["choices"]

@@ -9,6 +9,7 @@ import pytest
 
 from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.limits import (
+    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
     MAX_SEED,
@@ -17,7 +18,7 @@ from baton.limits import (
     check_prompt,
     check_sampling,
 )
-from baton.types import SamplingParams
+from baton.types import GrammarKind, SamplingParams, StructuredOutput
 
 BOUNDS = ModelBounds(vocab_size=1000, max_model_len=100, cache_tokens=5000)
 RIGHT = SamplingParams(max_tokens=10)
@@ -41,6 +42,10 @@ FINE: dict[str, list[Any]] = {
     ],
     "logprobs": [None, 0, MAX_LOGPROBS],
     "prompt_logprobs": [None, 0, MAX_LOGPROBS],
+    "structured_output": [
+        None,
+        StructuredOutput(GrammarKind.REGEX, "é" * (MAX_GRAMMAR_BYTES // 2)),
+    ],
 }
 WRONG: dict[str, list[Any]] = {
     "max_tokens": [0, -1],
@@ -64,6 +69,10 @@ WRONG: dict[str, list[Any]] = {
     ],
     "logprobs": [-1, MAX_LOGPROBS + 1],
     "prompt_logprobs": [-1, MAX_LOGPROBS + 1],
+    "structured_output": [
+        StructuredOutput(GrammarKind.REGEX, "a" * (MAX_GRAMMAR_BYTES + 1)),
+        StructuredOutput(GrammarKind.JSON, "é" * (MAX_GRAMMAR_BYTES // 2 + 1)),
+    ],
 }
 
 

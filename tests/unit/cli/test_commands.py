@@ -316,6 +316,7 @@ def test_the_client_is_thin() -> None:
         "node_engine",
         "kv_transfer",
         "kv_kernels",
+        "offline",
         "benchmarks",
     }
     assert not (heavy | ours) & set(loaded.split())

@@ -15,7 +15,7 @@ from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.torch_kernels import TorchKernels
 from tests.gpu.kernel_comparisons import SAMPLING_FILTERS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 # bf16: operands and the result are rounded to 8 bits each.
@@ -35,7 +35,7 @@ def run_program(name: str) -> Any:
         *("-W", "ignore::RuntimeWarning"),
         str(Path(__file__).with_name(name)),
     ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -116,7 +116,7 @@ def test_moved_blocks_have_the_checksums_of_the_reference(
     assert measured[f"moves of layer {layer} {kind}"] == [True, True]
 
 
-@pytest.mark.parametrize("parts", ["", " of several parts"])
+@pytest.mark.parametrize("parts", ["", " of several parts", " of 1", " of 5"])
 @pytest.mark.parametrize("case", SAMPLING_FILTERS)
 def test_draws_equal_those_of_the_reference(measured: Measured, case: str, parts: str) -> None:
     assert measured[f"draws {case}{parts}"] == 0

@@ -5,14 +5,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from baton.errors import BatonError
 from baton.types import TokenLogprobs
-from coordinator.frontend.http.responses.sse import SseEncoder, encode_json
+from coordinator.frontend.http.responses.prompt_logprobs import (
+    MIN_LOGPROB,
+    PromptLogprobs,
+    PromptLogprobsBuffer,
+)
+from coordinator.frontend.http.responses.sse import SseEncoder, encode_error_event, encode_json
 from coordinator.frontend.http.responses.usage import Usage, final_usage
 from coordinator.frontend.http.schema.generation_requests import CompletionRequest
 from coordinator.frontend.output import OutputChunk, ResponseStream
 from coordinator.text.tokenizer import Tokenizer
-
-MIN_LOGPROB = -9999.0  # stands for the logarithm of zero, which JSON cannot represent
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -22,6 +26,9 @@ class CompletionLogprobs(msgspec.Struct):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+    # If token ids are requested: of `tokens`, and of the keys of `top_logprobs`, in their order.
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    top_token_ids: list[list[int] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(msgspec.Struct):
@@ -29,7 +36,10 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    stop_reason: int | str | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct):
@@ -49,6 +59,7 @@ class _CompletionChoiceBuffer:
     tokens: list[int] = field(default_factory=list)
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionFormatter:
@@ -61,29 +72,37 @@ class CompletionFormatter:
         self._id = f"cmpl-{stream.id}"
         self._sse_encoder = SseEncoder(stream, request, id=self._id, object="text_completion")
         self._choice_buffers = [_CompletionChoiceBuffer() for _ in stream.choices]
+        self._prompt_logprobs = PromptLogprobsBuffer(stream)
 
     def format_chunk(self, chunk: OutputChunk) -> bytes:
         logprobs = (
-            encode_json(_chunk_logprobs(self._response_stream.tokenizer, chunk))
+            encode_json(self._format_logprobs(chunk))
             if self._has_logprobs and chunk.token_ids
             else b"null"
         )
         return self._sse_encoder.encode_event(chunk, b'"text":' + encode_json(chunk.text), logprobs)
 
     def format_stream_end(self) -> bytes:
-        return self._sse_encoder.encode_usage_event()
+        return self._sse_encoder.encode_stream_end()
+
+    def format_error(self, error: BatonError, body: bytes) -> bytes:
+        return encode_error_event(body)
 
     def add_chunk(self, chunk: OutputChunk) -> None:
+        if chunk.prompt_logprobs:
+            self._prompt_logprobs.add_chunk(chunk)
+            return
         buffer = self._choice_buffers[chunk.choice_index]
         buffer.texts.append(chunk.text)
         if not chunk.is_prompt_echo:
             buffer.tokens.extend(chunk.token_ids)
         if self._has_logprobs:
-            buffer.logprobs = _concatenate_logprobs(
-                buffer.logprobs, _chunk_logprobs(self._response_stream.tokenizer, chunk)
-            )
+            logprobs = self._format_logprobs(chunk)
+            buffer.logprobs = _concatenate_logprobs(buffer.logprobs, logprobs)
         if chunk.finish_reason is not None:
             buffer.finish_reason = chunk.finish_reason.value
+        if chunk.stop_reason is not None:
+            buffer.stop_reason = chunk.stop_reason
 
     def format_body(self) -> bytes:
         stream = self._response_stream
@@ -93,7 +112,12 @@ class CompletionFormatter:
                 text="".join(buffer.texts),
                 logprobs=buffer.logprobs,
                 finish_reason=buffer.finish_reason,
+                stop_reason=buffer.stop_reason,
                 token_ids=buffer.tokens if self._returns_token_ids else msgspec.UNSET,
+                prompt_token_ids=(
+                    stream.get_prompt_token_ids(index) if self._returns_token_ids else msgspec.UNSET
+                ),
+                prompt_logprobs=self._prompt_logprobs.get_prompt_logprobs(index),
             )
             for index, buffer in enumerate(self._choice_buffers)
         ]
@@ -107,6 +131,16 @@ class CompletionFormatter:
                 final_usage(stream),
             )
         )
+
+    def _format_logprobs(self, chunk: OutputChunk) -> CompletionLogprobs:
+        logprobs = _chunk_logprobs(self._response_stream.tokenizer, chunk)
+        if self._returns_token_ids:
+            logprobs.token_ids = list(chunk.token_ids)
+            logprobs.top_token_ids = [
+                _top_token_ids(self._response_stream.tokenizer, token, score)
+                for token, score in zip(chunk.token_ids, chunk.logprobs, strict=True)
+            ]
+        return logprobs
 
 
 def _chunk_logprobs(tokenizer: Tokenizer, chunk: OutputChunk) -> CompletionLogprobs:
@@ -129,11 +163,26 @@ def _top_logprobs(
     """Return the most likely tokens, best first, and the token itself."""
     if score is None:
         return None
-    ranked: Sequence[tuple[int, float]] = (*score.top_logprobs, (token, score.logprob))
     top: dict[str, float] = {}
-    for candidate, logprob in ranked:
+    for candidate, logprob in _ranked_tokens(token, score):
         top.setdefault(tokenizer.token_text(candidate), max(logprob, MIN_LOGPROB))
     return top
+
+
+def _top_token_ids(
+    tokenizer: Tokenizer, token: int, score: TokenLogprobs | None
+) -> list[int] | None:
+    """Return the ids of the entries of `_top_logprobs`, in the same order."""
+    if score is None:
+        return None
+    ids: dict[str, int] = {}
+    for candidate, _ in _ranked_tokens(token, score):
+        ids.setdefault(tokenizer.token_text(candidate), candidate)
+    return list(ids.values())
+
+
+def _ranked_tokens(token: int, score: TokenLogprobs) -> Sequence[tuple[int, float]]:
+    return (*score.top_logprobs, (token, score.logprob))
 
 
 def _concatenate_logprobs(
@@ -145,4 +194,8 @@ def _concatenate_logprobs(
     before.token_logprobs += more.token_logprobs
     before.top_logprobs += more.top_logprobs
     before.text_offset += more.text_offset
+    if isinstance(before.token_ids, list) and isinstance(more.token_ids, list):
+        before.token_ids += more.token_ids
+    if isinstance(before.top_token_ids, list) and isinstance(more.top_token_ids, list):
+        before.top_token_ids += more.top_token_ids
     return before

@@ -108,7 +108,7 @@ _UNKNOWN_FIELD_ERROR = re.compile(
     r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.(?P<parent>[^`]+)`)?$", re.DOTALL
 )
 # Error messages never quote the values of these fields.
-_CONTENT_FIELDS = frozenset({"prompt", "messages", "tokens"})
+_CONTENT_FIELDS = frozenset({"prompt", "messages", "tokens", "tools"})
 
 
 class RequestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

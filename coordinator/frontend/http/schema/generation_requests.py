@@ -1,24 +1,44 @@
 """The wire formats of POST /v1/completions and POST /v1/chat/completions, and what they share."""
 
 import re
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from baton.errors import InvalidRequest
 from coordinator.frontend.http.schema.body_decoder import RequestBody, truncate_text
+from coordinator.frontend.http.schema.chat_messages import (
+    ChatMessageParam,
+    TemplateArguments,
+    to_chat_prompt,
+)
+from coordinator.frontend.http.schema.structured_output_fields import (
+    ResponseFormat,
+    StructuredOutputs,
+    read_structured_output,
+)
+from coordinator.frontend.http.schema.tools import (
+    ToolChoiceParam,
+    ToolParam,
+    constrain_output,
+    parse_tool_use,
+)
 from coordinator.frontend.http.schema.unsupported_fields import (
     CHAT_NO_OPS,
     COMPLETION_NO_OPS,
-    MESSAGE_NO_OPS,
     NoOpValues,
 )
-from coordinator.frontend.request import GenerationRequest, Prompt, check_client_request_id
-from coordinator.text.chat_template import ChatPrompt
+from coordinator.frontend.request import (
+    GenerationRequest,
+    Prompt,
+    PromptTruncation,
+    check_client_request_id,
+)
 
 _TOKEN_ID = re.compile(r"\d{1,9}")
 
 TOP_K_OFF = -1  # "no top-k" in vLLM and SGLang; 0 in Baton
+TRUNCATE_TO_CONTEXT = -1  # as vLLM has it
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,12 +70,17 @@ class CommonRequestBody(RequestBody, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
     session_id: str | None = None
     request_id: str | None = None
     rid: str | None = None
     best_of: int | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -78,16 +103,16 @@ class CommonRequestBody(RequestBody, frozen=True, kw_only=True):
 
     def common_request_fields(self) -> dict[str, Any]:
         """Return these fields as arguments of `GenerationRequest`. Raises InvalidRequest."""
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest(
-                "stream_options is given, but stream is not true", param="stream_options"
-            )
+        self._check_stream()
         n = 1 if self.n is None else self.n
         if self.best_of not in (None, n):
             raise InvalidRequest(
                 f"best_of is {self.best_of}: not available, it must be null or n ({n})",
                 param="best_of",
             )
+        structured_output, given_by = read_structured_output(
+            self.response_format, self.structured_outputs
+        )
         return {
             "model": self.model,
             "max_tokens": self.max_tokens,
@@ -104,10 +129,40 @@ class CommonRequestBody(RequestBody, frozen=True, kw_only=True):
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": _parse_logit_bias(self.logit_bias or {}),
+            "prompt_logprobs": self.prompt_logprobs,
+            "truncation": self._parse_truncation(),
             "n": n,
             "first_choice": self.first_choice or 0,
             "priority": self.priority or 0,
+            "structured_output": structured_output,
+            "param_names": {"structured_output": given_by},
         }
+
+    def _check_stream(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest(
+                "stream_options is given, but stream is not true", param="stream_options"
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest(
+                f"prompt_logprobs is {self.prompt_logprobs}: not available with stream, leave one "
+                "of them out",
+                param="prompt_logprobs",
+            )
+
+    def _parse_truncation(self) -> PromptTruncation | None:
+        kept = self.truncate_prompt_tokens
+        if kept is None:
+            return None
+        if kept < 1 and kept != TRUNCATE_TO_CONTEXT:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens is {kept}: it must be at least 1, or "
+                f"{TRUNCATE_TO_CONTEXT} for what the context has room for",
+                param="truncate_prompt_tokens",
+            )
+        return PromptTruncation(
+            None if kept == TRUNCATE_TO_CONTEXT else kept, self.truncation_side != "right"
+        )
 
 
 def _parse_logit_bias(logit_bias: dict[str, float]) -> list[tuple[int, float]]:
@@ -170,41 +225,6 @@ def _require_same_type(prompt: list[Any], item_type: type) -> list[Any]:
     return prompt
 
 
-TemplateArguments = dict[str, str | int | float | bool | None]
-
-
-class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A part of a message's content. Only the type `text` is served."""
-
-    type: str
-    text: str | None = None
-    image_url: Any = None
-    input_audio: Any = None
-    file: Any = None
-    refusal: Any = None
-
-
-class ChatMessageParam(RequestBody, frozen=True, kw_only=True):
-    """A message of a conversation."""
-
-    no_ops: ClassVar[NoOpValues] = MESSAGE_NO_OPS
-
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    refusal: Any = None
-    audio: Any = None
-    function_call: Any = None
-    tool_calls: Any = None
-    annotations: Any = None
-    tools: Any = None
-    reasoning: Any = None
-    reasoning_content: Any = None
-    phase: Any = None
-    prefix: Any = None
-
-
 class ChatRequest(CommonRequestBody, frozen=True, kw_only=True):
     """The body. Unsupported fields are accepted with their no-op values."""
 
@@ -220,21 +240,19 @@ class ChatRequest(CommonRequestBody, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tools: list[ToolParam] | None = None
+    tool_choice: ToolChoiceParam | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    continue_final_message: bool | None = None
 
     def to_generation_request(
         self, timeout: float | None, client_id: str | None
     ) -> GenerationRequest:
         """Raises InvalidRequest."""
-        if self.tools and self.tool_choice != "none":
-            raise InvalidRequest(
-                f"tools is a list of {len(self.tools)}: not available, it must be null or [], or "
-                "tool_choice none",
-                param="tools",
-            )
+        tool_use = parse_tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         common = self.common_request_fields()
-        param_names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        param_names = {"prompt": "messages", "logprobs": "top_logprobs"} | common.pop("param_names")
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
                 raise InvalidRequest(
@@ -245,10 +263,22 @@ class ChatRequest(CommonRequestBody, frozen=True, kw_only=True):
                 )
             common["max_tokens"] = self.max_completion_tokens
             param_names["max_tokens"] = "max_completion_tokens"
+        common["structured_output"] = constrain_output(
+            tool_use, common["structured_output"], param_names["structured_output"]
+        )
+        if tool_use is not None and tool_use.is_forced:
+            param_names["structured_output"] = "tools"
         return GenerationRequest(
             prompts=to_chat_prompt(
-                self.messages, self.add_generation_prompt, self.chat_template_kwargs
+                self.messages,
+                self.add_generation_prompt,
+                self.chat_template_kwargs,
+                tools=tool_use.tools if tool_use else (),
+                continue_final_message=self.continue_final_message,
             ),
+            tool_use=tool_use,
+            has_parsed_output=True,
+            separates_reasoning=self.separate_reasoning is not False,
             logprobs=self._top_logprobs(),
             timeout_seconds=timeout,
             client_request_id=self.get_client_request_id(client_id),
@@ -264,52 +294,3 @@ class ChatRequest(CommonRequestBody, frozen=True, kw_only=True):
                 )
             return None
         return self.top_logprobs or 0
-
-
-def to_chat_prompt(
-    messages: list[ChatMessageParam] | None,
-    add_generation_prompt: bool | None,
-    arguments: TemplateArguments | None,
-) -> ChatPrompt:
-    """Raises InvalidRequest."""
-    if messages is None:
-        raise InvalidRequest("messages is missing: it must be a list of messages", param="messages")
-    shown = [
-        _to_template_message(f"messages[{index}]", message)
-        for index, message in enumerate(messages)
-    ]
-    return ChatPrompt(shown, add_generation_prompt is not False, arguments or {})
-
-
-def _to_template_message(where: str, message: ChatMessageParam) -> dict[str, object]:
-    """Convert a message for the template, without fields that were not given."""
-    for field, accepted in message.no_ops.items():
-        if getattr(message, field) not in (None, *accepted):
-            raise InvalidRequest(
-                f"{where}.{field} is given: not available, leave it out", param="messages"
-            )
-    shown: dict[str, object] = {"role": message.role, "content": _message_text(where, message)}
-    shown.update(
-        (field, value)
-        for field in ("name", "tool_call_id")
-        if (value := getattr(message, field)) is not None
-    )
-    return shown
-
-
-def _message_text(where: str, message: ChatMessageParam) -> str:
-    if message.content is None:
-        if message.role == "assistant":  # clients send back empty responses so
-            return ""
-        raise InvalidRequest(f"{where}.content is missing: it must be text", param="messages")
-    if isinstance(message.content, str):
-        return message.content
-    for index, part in enumerate(message.content):
-        if part.type != "text" or part.text is None:
-            given = f"{where}.content[{index}]"
-            raise InvalidRequest(
-                f"{given} has the type {truncate_text(part.type)!r}: only "
-                '{"type": "text", "text": ...} is served',
-                param="messages",
-            )
-    return "\n".join(part.text or "" for part in message.content)

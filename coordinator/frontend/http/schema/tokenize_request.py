@@ -6,11 +6,12 @@ import msgspec
 
 from baton.errors import InvalidRequest
 from coordinator.frontend.http.schema.body_decoder import RequestBody
-from coordinator.frontend.http.schema.generation_requests import (
+from coordinator.frontend.http.schema.chat_messages import (
     ChatMessageParam,
     TemplateArguments,
     to_chat_prompt,
 )
+from coordinator.frontend.http.schema.tools import ToolParam, check_tools
 from coordinator.frontend.http.schema.unsupported_fields import (
     DETOKENIZE_NO_OPS,
     TOKENIZE_NO_OPS,
@@ -31,6 +32,8 @@ class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
+    tools: list[ToolParam] | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
     @property
@@ -45,7 +48,14 @@ class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
                     param="chat_template_kwargs",
                 )
             return self.prompt
-        return to_chat_prompt(self.messages, self.add_generation_prompt, self.chat_template_kwargs)
+        check_tools(self.tools or ())
+        return to_chat_prompt(
+            self.messages,
+            self.add_generation_prompt,
+            self.chat_template_kwargs,
+            tools=[tool.to_template_tool() for tool in self.tools or ()],
+            continue_final_message=self.continue_final_message,
+        )
 
 
 class DetokenizeRequest(RequestBody, frozen=True, kw_only=True):

@@ -43,15 +43,11 @@ _SAMPLING: NoOpValues = {
     "vllm_xargs": _EMPTY_OBJECT,
 }
 _TOKENIZING: NoOpValues = {
-    "truncate_prompt_tokens": _NULL,
-    "truncation_side": ("left", "right"),  # of what truncate_prompt_tokens would truncate
     "detokenize": _TRUE,
     "skip_special_tokens": _TRUE,
     "spaces_between_special_tokens": _EITHER,  # special tokens are not shown
 }
 _STRUCTURE: NoOpValues = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": _NULL,
     "structural_tag": _NULL,
     "guided_json": _NULL,
     "guided_regex": _NULL,
@@ -64,7 +60,6 @@ _STRUCTURE: NoOpValues = {
     "ebnf": _NULL,
 }
 _ANSWER: NoOpValues = {
-    "prompt_logprobs": _NULL,
     "logprob_token_ids": _NULL,
     "return_tokens_as_token_ids": _FALSE,
     "return_token_offsets": _FALSE,
@@ -115,7 +110,6 @@ _GENERATION: NoOpValues = {
 
 _TEMPLATE: NoOpValues = {
     "chat_template": _NULL,
-    "continue_final_message": _FALSE,
     "media_io_kwargs": _EMPTY_OBJECT,
     "mm_processor_kwargs": _EMPTY_OBJECT,
 }
@@ -131,7 +125,6 @@ _OPENAI_CHAT: NoOpValues = {
     "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
     "store": _FALSE,
-    "tool_choice": ("none", "auto"),
     "verbosity": ("medium",),
     "web_search_options": _NULL,
 }
@@ -139,9 +132,7 @@ _ENGINES_CHAT: NoOpValues = {
     "add_special_tokens": _FALSE,
     "echo": _FALSE,
     "documents": _EMPTY_LIST,
-    "include_reasoning": _TRUE,
-    "separate_reasoning": _EITHER,  # no reasoning is told apart, so there is none to separate
-    "stream_reasoning": _EITHER,  # likewise
+    "stream_reasoning": _EITHER,  # reasoning is streamed as it arrives
     "reasoning": _NULL,
     "thinking": _NULL,
     "task": _NULL,
@@ -171,9 +162,23 @@ COMPLETION_NO_OPS: NoOpValues = {
     "add_special_tokens": _TRUE,
 }
 CHAT_NO_OPS: NoOpValues = {**_GENERATION, **_TEMPLATE, **_OPENAI_CHAT, **_ENGINES_CHAT}
+RESPONSES_NO_OPS: NoOpValues = {
+    "background": _FALSE,
+    "context_management": _NULL,
+    "conversation": _NULL,
+    "include": _EMPTY_LIST,
+    "max_tool_calls": _NULL,
+    "moderation": _NULL,
+    "prompt": _NULL,
+    "prompt_cache_options": _EMPTY_OBJECT,
+    "prompt_cache_retention": ("in_memory",),
+    "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}, {"effort": "none"}),
+    "service_tier": ("auto", "default"),
+    "top_logprobs": _ZERO,
+    "truncation": ("disabled",),
+}
 TOKENIZE_NO_OPS: NoOpValues = {
     **_TEMPLATE,
-    "tools": _EMPTY_LIST,
     "tool_choice": ("none", "auto"),
     "reasoning_effort": ("none",),
 }
@@ -182,11 +187,8 @@ MESSAGE_NO_OPS: NoOpValues = {
     "refusal": _NULL,
     "audio": _NULL,
     "function_call": _NULL,
-    "tool_calls": _EMPTY_LIST,
     "annotations": _EMPTY_LIST,
     "tools": _EMPTY_LIST,
-    "reasoning": ("",),
-    "reasoning_content": ("",),
     "phase": _NULL,
     "prefix": _FALSE,
 }

@@ -19,6 +19,7 @@ from baton.types import (
     AttemptKey,
     AttemptSpec,
     FinishReason,
+    GrammarKind,
     Incarnation,
     NodeName,
     PeerAddress,
@@ -26,6 +27,7 @@ from baton.types import (
     RequestId,
     SamplingParams,
     SegmentRef,
+    StructuredOutput,
     Ticket,
     TicketId,
     TokenEvent,
@@ -53,6 +55,8 @@ sampling = st.builds(
     logit_bias=st.lists(st.tuples(tokens, st.floats(-100, 100)), max_size=4).map(tuple),
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
+    structured_output=st.none()
+    | st.builds(StructuredOutput, st.sampled_from(GrammarKind), st.text()),
 )
 logprobs = st.floats(max_value=0, width=32, allow_nan=False)
 scores = st.builds(

@@ -18,6 +18,7 @@ import torch
 from benchmarks.device import kernel_shares
 from benchmarks.device.kernel_shares import KernelCases
 from node_engine.model.gpu import fused_transformer
+from tests.gpu.interpreter_setup import prepare_interpreter
 from tests.unit.benchmarks.device.tiny_run import make_tiny_run
 
 # A program of a split takes milliseconds, whether it has work or not.
@@ -35,6 +36,7 @@ CASES = KernelCases(
 
 
 def main() -> None:
+    prepare_interpreter()
     run = make_tiny_run(Path(sys.argv[1]))
     run.section = "kernels"
     kernel_shares.measure(run, CASES, torch.float32)

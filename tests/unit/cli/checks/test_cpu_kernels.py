@@ -19,6 +19,12 @@ GPU = {"gpus": [{"name": "NVIDIA H200"}]}
     [
         ({}, BUILT, "ok", ["native (AVX512, VNNI, BF16)"]),
         ({"cpu_kernels": "native"}, BUILT, "ok", ["native"]),
+        (
+            {"quantize": "int8", "kv_dtype": "int8"},
+            BUILT,
+            "ok",
+            ["BF16), products in int8, KV cache in int8"],
+        ),
         ({"cpu_kernels": "torch"}, BUILT, "ok", ["torch (--cpu-kernels torch)"]),
         ({}, NOT_BUILT, "warning", ["it is not built", "build it", "--cpu-kernels torch"]),
         ({"cpu_kernels": "torch"}, NOT_BUILT, "ok", []),

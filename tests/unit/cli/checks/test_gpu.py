@@ -124,6 +124,19 @@ def test_int8() -> None:
     assert_finding(of_kv, "bad", "--kv-dtype int8 is for CPUs", "NVIDIA H200", "--kv-dtype auto")
 
 
+def test_speculation() -> None:
+    found = {**PROBE_RESULT, "driver": DRIVER, "gpus": [H200]}
+
+    def check(**settings: Any) -> list[Finding]:
+        findings = gpu.check_gpus(Config(**settings), found)
+        return [finding for finding in findings if finding.name == "speculative decoding"]
+
+    assert check() == check(speculative="ngram", engine="paced") == []
+    assert_finding(check(speculative="ngram", device="cpu")[0], "ok", "on the CPU")
+    words = "--speculative ngram is for CPUs", "NVIDIA H200", "--speculative none"
+    assert_finding(check(speculative="ngram")[0], "bad", *words)
+
+
 def test_triton() -> None:
     broken = {"triton": {"error": "ImportError"}}
     assert_finding(

@@ -50,6 +50,14 @@ def test_memory_that_cannot_be_measured_has_no_series() -> None:
     assert lines == {'baton_device_info{device="cpu",name="",node="d0",threads="0"} 1.0'}
 
 
+def test_packed_weights_have_a_series_if_there_are_any() -> None:
+    packed = DeviceReport(packed_weight_bytes=10**9, packed_weight_source="cache file")
+    lines = scrape({"d0": packed, "d1": DeviceReport()}).splitlines()
+    assert [line for line in lines if line.startswith("baton_packed_weight_bytes")] == [
+        'baton_packed_weight_bytes{node="d0",source="cache file"} 1e+09'
+    ]
+
+
 def test_dashboard_shows_devices() -> None:
     text = scrape({"d0": H200})
     unknown = find_unknown_selectors(text, has_gpus=True)

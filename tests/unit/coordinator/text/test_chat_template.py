@@ -112,3 +112,40 @@ def test_messages_come_to_the_template_as_they_were_sent() -> None:
         json.loads(ChatTemplate("{{ messages[0] | tojson }}", {}).render(ChatPrompt([message])))
         == message
     )
+
+
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"a": ["é"]}}}
+WITH_TOOLS = (
+    CHATML + "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+)
+
+
+def test_tools_are_rendered_as_transformers_does() -> None:
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_tokenizer(), bos_token=EOS_TOKEN, chat_template=WITH_TOOLS
+    )
+    ours = ChatTemplate(WITH_TOOLS, {"bos_token": EOS_TOKEN}).render(ChatPrompt(TALK, tools=[TOOL]))
+    assert ours == theirs.apply_chat_template(
+        TALK, tokenize=False, add_generation_prompt=True, tools=[TOOL]
+    )
+
+
+@pytest.mark.parametrize("source", [CHATML, ALTERNATING], ids=["chatml", "trimming"])
+@pytest.mark.parametrize("last", ["The answer is", "The answer is ", "a"])
+def test_final_message_is_continued_as_transformers_does(source: str, last: str) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": last}]
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_tokenizer(), bos_token=EOS_TOKEN, chat_template=source
+    )
+    ours = ChatTemplate(source, {"bos_token": EOS_TOKEN}).render(
+        ChatPrompt(talk, add_generation_prompt=False, continue_final_message=True)
+    )
+    assert ours == theirs.apply_chat_template(talk, tokenize=False, continue_final_message=True)
+    assert ours.endswith(last)
+
+
+def test_final_message_that_is_not_shown_cannot_be_continued() -> None:
+    with pytest.raises(InvalidRequest, match="does not show the last message"):
+        ChatTemplate("{{ messages[0].content }}", {}).render(
+            ChatPrompt(TALK, add_generation_prompt=False, continue_final_message=True)
+        )

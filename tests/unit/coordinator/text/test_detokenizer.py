@@ -259,3 +259,17 @@ def test_special_tokens_leave_no_text() -> None:
         detokenizer.append_tokens([end, *byte_level_tokenizer().encode("hello").ids, end])
         == "hello"
     )
+
+
+@pytest.mark.parametrize("kind", [byte_level_tokenizer, metaspace])
+def test_special_tokens_that_are_shown_are_text(
+    kind: Callable[[], tokenizers.Tokenizer],
+) -> None:
+    backend = tokenizers.Tokenizer.from_str(kind().to_str())
+    backend.add_special_tokens(["[TOOL_CALLS]", "[HIDDEN]"])
+    tokens = backend.encode("hello[TOOL_CALLS][HIDDEN]hello", add_special_tokens=False).ids
+    detokenizer = Vocabulary(backend).create_detokenizer(
+        shown_special=frozenset({"[TOOL_CALLS]", "unknown"})
+    )
+    text = "".join(detokenizer.append_tokens((token,)) for token in tokens) + detokenizer.flush()
+    assert text.replace(" ", "") == "hello[TOOL_CALLS]hello"

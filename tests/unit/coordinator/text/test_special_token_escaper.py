@@ -92,3 +92,14 @@ async def test_no_free_placeholder_character_is_refused(text: HfTokenizer) -> No
     with pytest.raises(InvalidRequest, match="every character that could replace them"):
         await text.encode_chat(user_chat(every, EOS_TOKEN))
     assert await text.encode_chat(user_chat(every[1:], EOS_TOKEN))
+
+
+async def test_tools_and_calls_are_escaped_too(backend: tokenizers.Tokenizer) -> None:
+    template = ChatTemplate("{{ tools | tojson }}{{ messages | tojson }}<|end|>", {})
+    text = HfTokenizer(backend, None, template)
+    function = {"name": "f", "parameters": {EOS_TOKEN: [{"enum": [f"a{EOS_TOKEN}"]}]}}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": [EOS_TOKEN]}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    prompt = await text.encode_chat(ChatPrompt([message], tools=[{"function": function}]))
+    assert prompt.count(backend.token_to_id(EOS_TOKEN) or 0) == 1
+    assert (await text.decode(prompt)).count(EOS_TOKEN) == 4

@@ -86,6 +86,19 @@ async def test_the_chat_template_is_found(tmp_path: Path, place: str) -> None:
     assert ids.count(theirs.bos_token_id) == 1
 
 
+@pytest.mark.parametrize("is_from_files", [True, False])
+async def test_settings_have_special_tokens_as_text(tmp_path: Path, is_from_files: bool) -> None:
+    """Also where transformers reads them; and no path of this machine."""
+    token = {"__type": "AddedToken", "content": BOS, "special": True}
+    where = write_tokenizer_files(
+        tmp_path, bos_token=token, begins=True, add_bos_token=is_from_files
+    )
+    loaded = await tokenizer_loader.load_tokenizer(str(where), "model")
+    assert loaded.settings["bos_token"] == BOS
+    assert loaded.settings["eos_token"] == EOS_TOKEN
+    assert str(tmp_path) not in json.dumps(dict(loaded.settings))
+
+
 @pytest.mark.slow
 def test_loading_does_not_import_transformers(tmp_path: Path) -> None:
     """Its import costs seconds, and brings torch."""
@@ -98,3 +111,11 @@ def test_loading_does_not_import_transformers(tmp_path: Path) -> None:
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip().splitlines()[-1] == "[]"
+
+
+async def test_settings_name_special_tokens_by_their_text(tmp_path: Path) -> None:
+    eos = {"content": EOS_TOKEN, "lstrip": False, "special": True}
+    folder = write_tokenizer_files(tmp_path, eos_token=eos, model_max_length=512)
+    text = await tokenizer_loader.load_tokenizer(str(folder), "model")
+    assert text.settings["eos_token"] == EOS_TOKEN
+    assert text.settings["model_max_length"] == 512

@@ -226,5 +226,5 @@ class SharedBlockPoolMachine(RuleBasedStateMachine):
             assert counts["in_use"] == counts["quarantined"] == counts["writing"] == 0
 
 
-TestPoolMachine = pytest.mark.slow(pytest.mark.timeout(100)(SharedBlockPoolMachine.TestCase))
+TestPoolMachine = pytest.mark.slow(SharedBlockPoolMachine.TestCase)
 TestPoolMachine.settings = settings(max_examples=120, stateful_step_count=40)

@@ -37,7 +37,6 @@ GHOST_SCENARIO = Scenario(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # a few seconds of one core; more where many share it
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
 def test_two_attempts_with_a_crash_at_any_moment(one_sided: bool) -> None:
     assert explore_all_states(replace(TWO_ATTEMPTS, is_one_sided=one_sided)) > 20_000

@@ -88,15 +88,23 @@ class SteppedNode:
         max_batched_tokens: int = 64,
         max_model_len: int = 4096,
         eos_probability: float = 0.0,
+        vocab_size: int = VOCAB,
+        max_draft_tokens: int = 0,
     ) -> None:
+        """With few tokens in the vocabulary, drafts are right now and then."""
         self.clock = FakeClock()
         self.engine = PacedEngine(
-            ZERO_COSTS, vocab_size=VOCAB, eos_probability=eos_probability, clock=self.clock
+            ZERO_COSTS, vocab_size=vocab_size, eos_probability=eos_probability, clock=self.clock
         )
         self.arena = bytearray(num_blocks * self.engine.layout.block_bytes)
         self.engine.bind_cache(memoryview(self.arena), num_blocks)
         self.pool = BlockPool(num_blocks, BLOCK, self.clock)
-        limits = SchedulerLimits(max_num_seqs, max_batched_tokens, max_model_len)
+        limits = SchedulerLimits(
+            max_num_seqs,
+            max_batched_tokens,
+            max_model_len,
+            max_draft_tokens=max_draft_tokens,
+        )
         self.scheduler = Scheduler(self.pool, limits, self.engine.eos_token_ids)
         self.root: BlockHash = root_hash(self.engine.model_digest, self.engine.layout, b"")
         self.outcomes: list[SequenceOutcome] = []
@@ -151,9 +159,13 @@ class SteppedNode:
         for slice_ in batch.slices:
             sequence = self.scheduler.sequences_in_flight[slice_.sequence_id]
             end = slice_.start + len(slice_.token_ids)
-            assert slice_.token_ids == tuple(sequence.token_ids[slice_.start : end])
+            known = end - len(slice_.draft_specs)
+            assert slice_.token_ids[: known - slice_.start] == tuple(
+                sequence.token_ids[slice_.start : known]
+            )
+            assert not slice_.draft_specs or known == len(sequence.token_ids)
             assert len(slice_.block_table) * BLOCK >= end
-            assert (slice_.sample_spec is None) == (end < len(sequence.token_ids))
+            assert (slice_.sample_spec is None) == (known < len(sequence.token_ids))
             assert end % BLOCK == 0 or end >= sequence.context_len, "a chunk ends inside a block"
             for number in range(slice_.start // BLOCK, -(-end // BLOCK)):
                 assert slice_.block_table[number] not in written, (

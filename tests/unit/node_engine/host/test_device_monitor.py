@@ -8,7 +8,7 @@ import torch
 from baton.cluster_link.report_types import DeviceReport
 from baton.process.clock import FakeClock
 from node_engine.core.metrics.utilization import WorkTotals
-from node_engine.core.step.engine import DeviceMemory, ModelSize
+from node_engine.core.step.engine import ComputeDevice, DeviceMemory, ModelSize
 from node_engine.host.device_monitor import DeviceMonitor, read_cpu_name, read_host_memory
 from node_engine.model.common.compute_device import describe_device
 from node_engine.paced.paced_engine import PacedEngine
@@ -34,6 +34,15 @@ def test_cpu(proc: Path) -> None:
         memory_total_bytes=8 * GIB,
         memory_used_bytes=2 * GIB,
     )
+
+
+def test_packed_weights_are_reported(proc: Path) -> None:
+    engine = PacedEngine()
+    engine.compute_device = ComputeDevice(
+        threads=2, packed_weight_bytes=7 * GIB, packed_weight_source="segment"
+    )
+    report = DeviceMonitor(engine, FakeClock(), proc).build_report(WorkTotals())
+    assert (report.packed_weight_bytes, report.packed_weight_source) == (7 * GIB, "segment")
 
 
 def test_cpu_of_which_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

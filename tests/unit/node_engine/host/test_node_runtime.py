@@ -62,11 +62,12 @@ async def test_link_is_closed_in_order_after_the_last_report(is_idle: bool) -> N
         start=lambda role: None,
         stop=lambda: None,
         close=lambda: None,
+        release_all=lambda: None,
         start_allocation=lambda when_exhausted: None,
     )
     fake_link: Any = link
     inbox: Any = FakeInbox(link, is_idle)
-    runtime = NodeRuntime(parts, inbox, parts, parts, None, None, fake_link, parts)
+    runtime = NodeRuntime(parts, inbox, parts, parts, parts, None, fake_link, parts)
     stop = asyncio.Event()
     running = asyncio.create_task(runtime.run(stop))
     await link.is_running.wait()

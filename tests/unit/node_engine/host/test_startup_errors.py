@@ -16,7 +16,7 @@ from baton.types import Role
 from node_engine.core.scheduling.step_limits import StepLimits
 from node_engine.core.step.device_memory import DeviceMemoryProfile
 from node_engine.core.step.engine import DeviceLost
-from node_engine.host.assemble import create_arena, run_node
+from node_engine.host.assemble import choose_step_limits, create_arena, run_node
 from node_engine.model.config.model_config import load_model_config
 from node_engine.model.loading.weight_memory import compute_weight_bytes, report_too_large_model
 from node_engine.paced.costs import ZERO_COSTS
@@ -170,3 +170,11 @@ def test_gpu_that_fails_while_it_is_measured(
         create_arena(
             Config(segment_dir=str(tmp_path)), "cuda", StepLimits(4, 64), PacedEngine(ZERO_COSTS)
         )
+
+
+def test_a_gpu_has_no_speculative_decoding() -> None:
+    config = Config(speculative="ngram", speculative_tokens=6)
+    with pytest.raises(ConfigError, match=r"is for CPUs.*--speculative none or --device cpu"):
+        choose_step_limits(config, Role.DECODE, "cuda")
+    assert choose_step_limits(config, Role.DECODE, "cpu").max_draft_tokens == 6
+    assert choose_step_limits(Config(), Role.DECODE, "cuda").max_draft_tokens == 0

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from baton.types import BlockIndex, SamplingParams
@@ -17,6 +19,14 @@ from node_engine.model.gpu.step_inputs import encode_source_row
 BLOCK = 4
 LONGEST = 100  # positions
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0)
+
+
+class _UncomputedMask:
+    def wait_for_words(self) -> npt.NDArray[np.int32]:
+        raise AssertionError("nobody draws here")
+
+
+MASK = _UncomputedMask()
 
 
 def decode_slice(sequence: int, start: int, token: int = 7, **spec: object) -> SequenceSlice:
@@ -87,6 +97,7 @@ def test_a_new_slice_has_no_row_and_is_part_of_the_next_prediction() -> None:
         {"sample_spec": SampleSpec(PARAMS, 1, 5)},
         {"sample_spec": SampleSpec(PARAMS, 0, 6)},
         {"sample_spec": SampleSpec(PARAMS, 0, 5, forbidden_token_ids=(2,))},
+        {"sample_spec": SampleSpec(PARAMS, 0, 5, mask=MASK)},
         {"token_ids": (50, 50)},
         {"logprobs_spec": PromptLogprobsSpec((1,), 0)},
     ],
@@ -148,7 +159,8 @@ def test_a_new_prompt_is_part_of_the_prediction() -> None:
 def test_steps_that_need_the_host_are_not_predicted() -> None:
     chunk = replace(decode_slice(2, 8), token_ids=(1, 2), sample_spec=None)
     special = decode_slice(3, 5, forbidden_token_ids=(2,))
-    for other in (chunk, special):
+    masked = decode_slice(4, 5, mask=MASK)
+    for other in (chunk, special, masked):
         for draws in ({0: 0, 1: 1}, {0: 0}):
             slices = [decode_slice(1, 3), other]
             assert StepPrediction.predict(slices, draws, BLOCK, LONGEST) is None

@@ -2,11 +2,17 @@
 
 import pytest
 
-from baton.cluster_link.messages import BlocksReserved, DecodeStarted, ReservationRefused
+from baton.cluster_link.messages import (
+    BlocksReserved,
+    DecodeStarted,
+    ReservationRefused,
+    StepTokens,
+)
+from baton.cluster_link.report_types import VerifiedDraft
 from baton.errors import LeaseExpired, NodeLost, NotFound
 from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import FINISH_REASON_LENGTH
-from baton.types import AttemptKey, FinishReason, Incarnation, RequestId
+from baton.types import AttemptKey, FinishReason, Incarnation, RequestId, TokenEvent
 from coordinator.core.placement.request_placer import MAX_CONSIDERED
 from coordinator.core.requests.explain import MAX_AGE_SECONDS, ExplanationStore
 from coordinator.core.requests.explanation import RequestExplanation
@@ -258,3 +264,26 @@ def test_first_choice_explains_its_siblings(
         "failed",
         "failed",
     ]
+
+
+def test_draft_tokens_are_counted_in_their_attempt(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
+    """Also those of the step that ends the request, and none of a node that has no part in it."""
+    request = world.submit(max_tokens=6)
+    key = serve(world, p0, d0)
+    steps = (
+        StepTokens((TokenEvent(key, 1, 7), TokenEvent(key, 2, 8)), (VerifiedDraft(key, 4, 1),)),
+        StepTokens((TokenEvent(key, 3, 7),), (VerifiedDraft(key, 2, 0),)),
+    )
+    for step in steps:
+        world.send_from_node(d0, step)
+    world.send_from_node(p0, StepTokens((), (VerifiedDraft(key, 9, 9),)))
+    last = tuple(
+        TokenEvent(key, index, 7, FinishReason.LENGTH if index == 5 else None) for index in (4, 5)
+    )
+    world.send_from_node(d0, StepTokens(last, (VerifiedDraft(key, 1, 1),)))
+    end = explain_request(world, request)
+    assert (end.state, end.output_tokens) == ("finished", 6)
+    attempt = end.attempts[0]
+    assert (attempt.draft_tokens, attempt.accepted_draft_tokens) == (7, 2)

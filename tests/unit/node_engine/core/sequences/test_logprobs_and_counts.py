@@ -14,7 +14,7 @@ from node_engine.core.sequences.outcomes import (
     SequenceOutcome,
     TokenEmitted,
 )
-from node_engine.core.step.step_batch import SampleSpec
+from node_engine.core.step.step_batch import SampleSpec, TokenCounts
 from tests.paced_reference import paced_reference_logprobs
 from tests.unit.node_engine.core.stepped_node import (
     BLOCK,
@@ -244,7 +244,7 @@ def test_counts_are_of_the_step_that_is_tried_again() -> None:
         assert plan.batch is not None
         spec = plan.batch.slices[0].sample_spec
         assert spec is not None
-        assert spec.token_counts is not None
+        assert isinstance(spec.token_counts, TokenCounts)
         assert spec.token_counts.num_output_tokens == 1
         node.scheduler.abandon_step(plan.batch)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.types import FinishReason, SamplingParams
-from node_engine.core.sequences.sequence import finish_reason, forbidden_token_ids
+from node_engine.core.sequences.stop_rules import finish_reason, forbidden_token_ids
 
 EOS = (2, 3)
 

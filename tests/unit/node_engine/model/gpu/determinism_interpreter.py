@@ -79,8 +79,8 @@ def main() -> None:
     asked = json.load(sys.stdin)
     folder = Path(asked["folder"])
     engine = build_engine(folder, deterministic=True)
-    results: dict[str, object] = {"different": find_differences(engine, LENGTH)}
     alone = collect_logits(engine, run_alone, LENGTH)
+    results: dict[str, object] = {"different": find_differences(engine, LENGTH, alone=alone)}
     results["is padded equal"] = (
         collect_logits(engine, run_in_batch, LENGTH, prepare=capture_layers) == alone
     )

@@ -32,9 +32,6 @@ class FixedSums:
     prompts: list[StablePrompt]
 
 
-pytestmark = pytest.mark.timeout(300)
-
-
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory: pytest.TempPathFactory) -> FixedSums:
     """Of a model with sliding windows."""
@@ -53,7 +50,7 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> FixedSums:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     return FixedSums(json.loads(done.stdout), prompts)

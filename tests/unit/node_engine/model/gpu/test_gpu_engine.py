@@ -7,7 +7,7 @@ import pytest
 from tests.models import FamilyName
 from tests.unit.node_engine.model.gpu.interpreted_engine import LENGTHS, Computed, run_interpreter
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

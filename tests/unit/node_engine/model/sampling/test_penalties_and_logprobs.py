@@ -203,6 +203,26 @@ def test_incremental_counts_equal_counts_at_once(
     assert made.num_output_tokens == output.total()
 
 
+@given(
+    st.lists(st.integers(0, 20), max_size=20),
+    st.lists(st.integers(0, 30), max_size=20),
+    st.lists(st.integers(0, 40), max_size=12),
+)
+def test_counts_of_a_draft_are_those_of_an_output_and_leave_no_trace(
+    prompt: list[int], output: list[int], draft: list[int]
+) -> None:
+    counts, expected = TokenCounts(prompt), TokenCounts(prompt)
+    counts.add_output_tokens(output)
+    expected.add_output_tokens([*output, *draft])
+    before = counts.token_ids.tolist(), counts.output_counts.tolist()
+    drafted = counts.count_draft(draft)
+    assert dict(zip(drafted.token_ids.tolist(), drafted.output_counts.tolist(), strict=True)) == (
+        dict(zip(expected.token_ids.tolist(), expected.output_counts.tolist(), strict=True))
+    )
+    assert drafted.output_counts.dtype == expected.output_counts.dtype
+    assert (counts.token_ids.tolist(), counts.output_counts.tolist()) == before
+
+
 # scores
 
 

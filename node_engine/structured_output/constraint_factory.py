@@ -1,0 +1,110 @@
+"""Makes the grammar states of a node's sequences, on threads of its own."""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from llguidance import LLMatcher, LLTokenizer
+
+from baton.errors import GrammarFailed
+from baton.process import log
+from baton.process.clock import Clock
+from baton.structured_output.grammar_compiler import compile_grammar, load_grammar_tokenizer
+from baton.types import AttemptSpec, StructuredOutput
+from node_engine.structured_output.grammar_cache import GrammarCache
+from node_engine.structured_output.grammar_state import GrammarState
+from node_engine.structured_output.token_masks import MaskThread, PendingMask
+
+_TOKENS_AT_ONCE = 512  # about 2 ms, in which llguidance holds Python's lock
+_THREADS = 2  # so that a slow grammar does not delay all others
+_NICENESS = 10  # of these threads: grammars give way to the steps of this node
+
+
+class ConstraintFactory:
+    """Makes the constraints of one node's sequences. Thread-safe."""
+
+    def __init__(
+        self,
+        tokenizer_file: Path,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        max_grammars: int,
+        clock: Clock,
+    ) -> None:
+        """Begin to read the model's tokenizer, so that no request waits for it."""
+        self._executor = ThreadPoolExecutor(_THREADS, "grammar", _lower_thread_priority)
+        self._tokenizer = self._executor.submit(
+            load_grammar_tokenizer, tokenizer_file, vocab_size, eos_token_ids
+        )
+        self._tokenizer.add_done_callback(_log_tokenizer_error)
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._masks = MaskThread()
+        self.cache = GrammarCache(self._compile_grammar, max_grammars, clock)
+
+    def submit_work(self, work: AttemptSpec) -> "Future[GrammarState]":
+        """Begin to make the constraint of an attempt. The future raises BatonError."""
+        return self._executor.submit(self.make_constraint, work)
+
+    def make_constraint(self, work: AttemptSpec) -> GrammarState:
+        """Return the grammar's state after the tokens that were emitted. Raises BatonError."""
+        grammar = work.request.sampling.structured_output
+        assert grammar is not None
+        matcher = self.cache.get_matcher(grammar)
+        emitted = list(work.emitted_token_ids)
+        for first in range(0, len(emitted), _TOKENS_AT_ONCE):
+            tokens = emitted[first : first + _TOKENS_AT_ONCE]
+            if matcher.try_consume_tokens(tokens) != len(tokens):
+                raise GrammarFailed(
+                    "the tokens that were emitted before break the output's grammar"
+                )
+        ends_of_text = set(self._tokenizer.result().eos_tokens) - self._eos_token_ids
+        return GrammarState(
+            matcher,
+            self._request_mask,
+            excluded_token_ids=tuple(sorted(ends_of_text)),
+            on_failed=partial(self.cache.drop_grammar, grammar),
+        )
+
+    def close(self) -> None:
+        """End the threads after the work that they do; what has not begun is dropped."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._masks.close()
+
+    def set_awaited_mask_callback(self, callback: Callable[[], None]) -> None:
+        """`callback` is called on another thread when a sequence may join steps again."""
+        self._masks.on_awaited_mask = callback
+
+    def _request_mask(
+        self, matcher: LLMatcher, excluded: tuple[int, ...], *, is_awaited: bool
+    ) -> PendingMask:
+        return self._masks.request_mask(matcher, self._vocab_size, excluded, is_awaited=is_awaited)
+
+    def _compile_grammar(self, grammar: StructuredOutput) -> LLMatcher:
+        return compile_grammar(self._tokenizer.result(), grammar)
+
+    def counters(self) -> dict[str, float]:
+        """Counters of the node, by metric name."""
+        cache = self.cache
+        return {
+            'baton_grammar_lookups_total{result="hit"}': float(cache.num_hits),
+            'baton_grammar_lookups_total{result="miss"}': float(cache.num_misses),
+            "baton_grammar_compile_seconds_total": cache.compile_seconds,
+        }
+
+
+def _lower_thread_priority() -> None:
+    """Lower the priority of the calling thread, which Linux has apart from its process's."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def _log_tokenizer_error(loaded: "Future[LLTokenizer]") -> None:
+    error = loaded.exception()
+    if error is not None:
+        log.get_logger("grammar").error(
+            "structured output is not available", **log.get_error_fields(error)
+        )
