@@ -144,7 +144,7 @@ def _join_node(loaded: WarmEngine, dispatcher: Dispatcher, server: InProcessServ
     """Start the compute thread, and make its node the one member of the dispatcher's cluster."""
     config, engine, arena = loaded.config, loaded.engine, loaded.arena
     inbox: ComputeInbox[NodeCommand | object] = ComputeInbox()
-    link = LocalLink(dispatcher, asyncio.get_running_loop())
+    link = LocalLink(dispatcher, asyncio.get_running_loop(), server.on_scheduling_failed)
     reporter = CoordinatorReporter(_NAME, link.send_report)
     scheduler = make_scheduler(config, loaded.limits, loaded.measured_steps, engine, arena)
     host_id = segments.compute_host_id(Path(config.segment_dir))
