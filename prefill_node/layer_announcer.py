@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import HandoffFailed
+from baton.process.clock import Clock
 from baton.process.failpoints import FAILPOINTS, failpoint
 from baton.types import AttemptKey, BlockIndex
 from kv_transfer.plane import OutboundPlane
@@ -18,20 +19,24 @@ class BlockRange:
     blocks: tuple[BlockIndex, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LayerAnnouncer:
     """A LayerCallback for one step: after each layer its blocks may be sent."""
 
     plane: OutboundPlane
     ranges: Sequence[BlockRange]
+    clock: Clock
+    slowed_seconds: float = 0.0  # by all that the step waits for because of hand-offs
 
     @property
     def blocks(self) -> Sequence[BlockIndex]:
         return [block for completed in self.ranges for block in completed.blocks]
 
     def __call__(self, layer: int) -> None:
+        started = self.clock()
         self._announce_layer(layer)
         self._hold_until_landed(layer)
+        self.slowed_seconds += self.clock() - started
 
     @failpoint("prefill.layer")
     def _announce_layer(self, layer: int) -> None:

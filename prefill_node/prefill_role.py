@@ -69,6 +69,7 @@ class _PrefillAttempt:
     pool_pins: list[RefCountedPin] = field(default_factory=list)  # of pool blocks among them
     compute_seconds: float = 0.0  # duration of the steps that it took part in
     share_seconds: float = 0.0  # of these, in proportion to its tokens
+    slowed_seconds: float = 0.0  # of `compute_seconds`, spent because of hand-offs
     computed_tokens: int = 0
     cached_tokens: int = 0
     is_over: bool = False  # its end is reported, or the coordinator has ended it
@@ -90,10 +91,15 @@ class PrefillRole(BaseRole):
         self._aborted_early: dict[AttemptKey, BatonError] = {}  # before their PrefillOrder
         # Attempts of the step in progress with their tokens in it.
         self._step_attempts: dict[SequenceId, _PrefillAttempt] = {}
+        self._announcer: LayerAnnouncer | None = None  # of the step in progress
+        self._slowed_seconds = 0.0  # by which hand-offs have slowed steps
 
     @property
     def num_held_attempts(self) -> int:
         return len(self._attempts)
+
+    def counters(self) -> dict[str, float]:
+        return super().counters() | {"baton_prefill_slowed_seconds_total": self._slowed_seconds}
 
     # on the event loop
 
@@ -135,6 +141,7 @@ class PrefillRole(BaseRole):
     def before_step(self, batch: StepBatch) -> LayerCallback | None:
         self._step_attempts = {}
         completed: list[BlockRange] = []
+        clock, slowed_seconds = self._context.clock, 0.0
         for slice_ in batch.slices:
             sequence = self._scheduler.sequences_in_flight[slice_.sequence_id]
             attempt = self._attempts[sequence.key]
@@ -144,9 +151,14 @@ class PrefillRole(BaseRole):
             first = slice_.start // self._layout.block_size
             last = self._layout.count_blocks(slice_.start + len(slice_.token_ids))
             if first > len(attempt.pinned_blocks):
+                started = clock()
                 self._announce_cached_blocks(self._pin_blocks(attempt, sequence, first))
+                slowed_seconds += clock() - started
             completed.append(self._pin_blocks(attempt, sequence, last))
-        return LayerAnnouncer(self._plane, completed) if completed else None
+        self._announcer = (
+            LayerAnnouncer(self._plane, completed, clock, slowed_seconds) if completed else None
+        )
+        return self._announcer
 
     def _announce_cached_blocks(self, cached: BlockRange) -> None:
         """Blocks before the first slice come from a cache: all their layers are complete."""
@@ -157,9 +169,12 @@ class PrefillRole(BaseRole):
     def after_step(
         self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float
     ) -> None:
+        slowed_seconds = 0.0 if self._announcer is None else self._announcer.slowed_seconds
+        self._slowed_seconds += slowed_seconds
         for slice_ in batch.slices:
             attempt, tokens = self._step_attempts[slice_.sequence_id], len(slice_.token_ids)
             attempt.compute_seconds += seconds
+            attempt.slowed_seconds += slowed_seconds
             attempt.share_seconds += seconds * tokens / batch.num_tokens
             attempt.computed_tokens += tokens
         self.deliver_outcomes(outcomes)
@@ -340,6 +355,7 @@ def _build_handoff_report(attempt: _PrefillAttempt, stats: HandoffStats) -> Hand
         slabs=stats.slabs_sent,
         slabs_landed_before_last_layer=stats.slabs_landed_before_last_layer,
         compute_seconds=attempt.compute_seconds,
+        slowed_seconds=attempt.slowed_seconds,
         exposed_seconds=stats.exposed_seconds,
         commit_seconds=stats.commit_seconds,
         computed_tokens=attempt.computed_tokens,

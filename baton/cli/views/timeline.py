@@ -51,6 +51,7 @@ def format_handoff(report: HandoffReport) -> str:
         f"{early_arrival_share(report):.0%} landed before the last layer was computed\n"
         f"          computed {report.computed_tokens} tokens "
         f"in {report.compute_seconds * 1e3:.1f} ms, "
+        f"slowed by {report.slowed_seconds * 1e3:.1f} ms, "
         f"exposed {report.exposed_seconds * 1e3:.1f} ms, "
         f"commit {report.commit_seconds * 1e3:.1f} ms"
     )

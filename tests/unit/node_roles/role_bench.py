@@ -104,6 +104,7 @@ class FakeOutbound:
         default_factory=dict
     )
     sealed: dict[AttemptKey, SealInfo] = field(default_factory=dict)
+    on_announce: Callable[[], None] = lambda: None
     aborted: dict[AttemptKey, BatonError] = field(default_factory=dict)
     incarnation: Incarnation = NOBODY
 
@@ -120,6 +121,7 @@ class FakeOutbound:
         self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]
     ) -> None:
         self.ready.setdefault(key, []).append((layer, first, tuple(source)))
+        self.on_announce()
 
     def seal_handoff(self, key: AttemptKey, info: SealInfo) -> None:
         self.sealed[key] = info

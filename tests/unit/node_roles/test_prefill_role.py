@@ -3,6 +3,7 @@ every block."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,8 @@ from kv_transfer.plane import HandoffStats, OutboundAborted, OutboundCommitted
 from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
+from node_engine.core.step.engine import LayerCallback
+from node_engine.core.step.step_batch import StepBatch
 from node_engine.paced.paced_engine import PACED_LAYOUT
 from tests.paced_reference import paced_reference_tokens
 from tests.unit.node_roles.prefill_bench import (
@@ -94,6 +97,51 @@ def test_a_cached_prefix_is_announced_whole_before_the_first_chunk() -> None:
     } == set(range(5))
     assert node.plane.ready[second.key][0][1:][0] == 0
     assert node.pop_messages("prefill_ended")[1].cached_tokens == 64
+
+
+def test_report_says_by_how_much_a_hand_off_slowed_its_prefill() -> None:
+    """Of the steps' duration: what announcing took, of cached blocks as well, and what the engine
+    waited for."""
+    node = PrefillBench()
+    node.plane.on_announce = lambda: node.clock.advance(0.25)
+    first, second = (
+        make_work(range(1, 81), request="a"),
+        make_work([*range(1, 65), 900, 901], request="b"),
+    )
+    slowed = []
+    for work in (first, second):
+        node.send_item(PrefillOrder(work, needs_no_decode=False))
+        while node.step():
+            pass
+        node.send_item(OutboundCommitted(work.key, REPORT))
+        slowed.append(node.pop_messages("handed_off")[0].report.slowed_seconds)
+    # 80 tokens in two steps of at most 64; 64 from the cache, and one step
+    assert slowed == [2 * LAYERS * 0.25, 2 * LAYERS * 0.25]
+    assert node.role.counters()["baton_prefill_slowed_seconds_total"] == sum(slowed)
+
+
+def test_waits_of_the_engine_slow_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, work = PrefillBench(), make_work(range(1, 41))
+    run = node.engine.run
+
+    def run_slowly(batch: StepBatch, on_layer: LayerCallback | None = None) -> Any:
+        assert on_layer is not None
+        on_layer.slowed_seconds += 0.5
+        return run(batch, on_layer)
+
+    monkeypatch.setattr(node.engine, "run", run_slowly)
+    node.send_item(PrefillOrder(work, needs_no_decode=False))
+    while node.step():
+        pass
+    node.send_item(OutboundCommitted(work.key, REPORT))
+    assert node.pop_messages("handed_off")[0].report.slowed_seconds == 0.5
+
+
+def test_a_prefill_without_a_hand_off_is_not_slowed() -> None:
+    node, work = PrefillBench(), make_work(range(1, 20), max_tokens=1)
+    node.send_item(PrefillOrder(work, needs_no_decode=True))
+    node.step()
+    assert node.role.counters()["baton_prefill_slowed_seconds_total"] == 0.0
 
 
 def test_prefill_without_decode_answers_itself() -> None:
