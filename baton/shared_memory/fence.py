@@ -8,6 +8,11 @@ byte can access the blocks: a late writer cannot lock it and gives up. A message
 clock would not prove that. docs/design/0001-fence-per-ticket.md has the reasoning.
 
 Such locks (byte_locks.py) also conflict between two transfer planes of one process.
+
+A writer whose device writes for it is not fenced by its byte alone: when it is killed, the kernel
+releases the lock before the device stops. So while device writes are in flight, the writer also
+sets the byte's mark, which is the byte's value in the file. A byte that is locked and marked needs
+another proof that the writer has ended (kv_transfer/device/writer_process.py).
 """
 
 import os
@@ -17,6 +22,16 @@ from pathlib import Path
 from baton.errors import PeerUnreachable
 from baton.shared_memory.byte_locks import try_lock_byte, unlock_byte
 from baton.shared_memory.segment import FENCE_SUFFIX, open_peer_segment
+
+_NO_MARK, _MARK = b"\0", b"\1"
+
+
+def lock_for_device_writes(fd: int, byte: int) -> bool:
+    """Lock a byte of a fence file and mark it. Returns whether it is locked."""
+    if not try_lock_byte(fd, byte):
+        return False
+    os.pwrite(fd, _MARK, byte)
+    return True
 
 
 class ArenaFences:
@@ -38,6 +53,10 @@ class ArenaFences:
         writer holds the byte now.
         """
         return try_lock_byte(self._fd, byte)
+
+    def is_marked(self, byte: int) -> bool:
+        """Whether the writer of a byte that is closed has ended with device writes in flight."""
+        return os.pread(self._fd, 1, byte) not in (b"", _NO_MARK)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -62,6 +81,15 @@ class WriterFences:
 
     def unlock_byte(self, byte: int) -> None:
         """Unlock the byte after a write."""
+        unlock_byte(self._fd, byte)
+
+    def try_lock_for_device(self, byte: int) -> bool:
+        """Lock and mark the byte before writes of a device; see `unlock_from_device`."""
+        return lock_for_device_writes(self._fd, byte)
+
+    def unlock_from_device(self, byte: int) -> None:
+        """Unlock the byte: every write of the device has ended."""
+        os.pwrite(self._fd, _NO_MARK, byte)
         unlock_byte(self._fd, byte)
 
     def close(self) -> None:

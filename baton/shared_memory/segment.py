@@ -34,8 +34,11 @@ from baton.shared_memory.segment_memory import SegmentMemory
 
 SEGMENT_PREFIX = "baton-"
 FENCE_SUFFIX = ".fence"
+DEVICE_SUFFIX = ".device"  # of the file that says how to map a segment's device memory
+_COMPANION_SUFFIXES = (FENCE_SUFFIX, DEVICE_SUFFIX)
 DEFAULT_SEGMENT_FOLDER = Path("/dev/shm")
 _SEGMENT_NAME = re.compile(r"baton-[a-z]{1,16}-[0-9a-f]{32}")
+WRITER_NAME = re.compile(r"baton-writer-[0-9a-f]{32}\.process")
 
 
 def round_up_segment_bytes(num_bytes: int, block_bytes: int) -> int:
@@ -155,16 +158,25 @@ def unfilled_bytes(folder: Path) -> int:
     return promised
 
 
-def _create_locked(folder: Path, kind: str, knob: str) -> tuple[Path, int]:
+def create_writer_file(folder: Path) -> tuple[Path, int]:
+    """Create the file by which the end of this process can be proven, and lock it by `flock`.
+
+    Returns (path, file descriptor). Raises ConfigError. `kv_transfer/device/writer_process.py` says
+    what the file is for.
+    """
+    return _create_locked(folder, "writer", "--segment-dir", ".process")
+
+
+def _create_locked(folder: Path, kind: str, knob: str, suffix: str = "") -> tuple[Path, int]:
     """Create an empty segment file and lock it. Returns (path, file descriptor).
 
     `remove_stale_segments` of another process may remove the file before it is locked. It is then
     created again.
     """
+    if re.fullmatch("[a-z]{1,16}", kind) is None:
+        raise ValueError(f"segment kind {kind!r} is not 1 to 16 lower-case letters")
     while True:
-        path = folder / f"{SEGMENT_PREFIX}{kind}-{secrets.token_hex(16)}"
-        if _SEGMENT_NAME.fullmatch(path.name) is None:
-            raise ValueError(f"segment kind {kind!r} is not 1 to 16 lower-case letters")
+        path = folder / f"{SEGMENT_PREFIX}{kind}-{secrets.token_hex(16)}{suffix}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -227,13 +239,11 @@ def is_holder_alive(folder: Path, name: str) -> bool:
 
 
 def remove_stale_segments(folder: Path) -> list[str]:
-    """Remove segments whose creator has ended, and their fence files. Returns the removed names."""
+    """Remove segments whose creator has ended, and their companions. Returns the removed names."""
     removed = []
     for path in sorted(folder.glob(f"{SEGMENT_PREFIX}*")):
-        if (
-            _SEGMENT_NAME.fullmatch(path.name) is None
-            and _SEGMENT_NAME.fullmatch(path.name.removesuffix(FENCE_SUFFIX)) is None
-        ):
+        segment, _ = _split_companion(path.name)
+        if _SEGMENT_NAME.fullmatch(segment) is None and WRITER_NAME.fullmatch(path.name) is None:
             continue
         if _remove_if_stale(path):
             removed.append(path.name)
@@ -257,12 +267,12 @@ def list_stale_segments(folder: Path) -> list[str]:
 def _remove_if_stale(path: Path) -> bool:
     """Remove one file if it is stale. Returns whether it was.
 
-    A fence file is stale when its segment is removed. Segments sort before their fence files, so
-    one pass removes both.
+    A companion is stale when its segment is removed. Segments sort before their companions, so one
+    pass removes all.
     """
-    if path.name.endswith(FENCE_SUFFIX):
-        stale = not path.with_name(path.name.removesuffix(FENCE_SUFFIX)).exists()
-        return stale and _unlink(path)
+    segment, is_companion = _split_companion(path.name)
+    if is_companion:
+        return not path.with_name(segment).exists() and _unlink(path)
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
@@ -271,6 +281,14 @@ def _remove_if_stale(path: Path) -> bool:
         return _try_lock(fd) and _unlink(path)
     finally:
         os.close(fd)
+
+
+def _split_companion(name: str) -> tuple[str, bool]:
+    """The name of the segment that a file belongs to, and whether it is a companion of it."""
+    for suffix in _COMPANION_SUFFIXES:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix), True
+    return name, False
 
 
 def _try_lock(fd: int) -> bool:

@@ -5,10 +5,14 @@ import torch
 
 from kv_kernels.reference.block_checksums import compute_checksums
 from kv_kernels.triton.block_copy import (
+    SlabPlaces,
     compute_block_checksums,
     copy_blocks_between,
+    count_checksum_parts,
+    launch_slab_move,
     move_blocks,
 )
+from kv_transfer.device.cuda_views import view_pinned_words
 from tests.gpu.kernel_comparisons import randn
 
 
@@ -46,3 +50,45 @@ def check_moved_blocks(
     words = copied[places[0], part].reshape(3, -1).view(torch.int64).numpy().view(np.uint64)
     exact = compute_checksums(words).view(np.int64).tolist()
     return torch.equal(target.cpu(), wanted), sums.tolist() == sums_there.tolist() == exact
+
+
+def check_slab_moves(
+    device: torch.device, slab_words: int, layers: int, *, copies: bool
+) -> tuple[bool, bool]:
+    """Whether `launch_slab_move` copies any layers of a few blocks to other places, and nothing
+    else, and whether the parts of the checksums add up to those of the reference."""
+    rng = np.random.default_rng(3)
+    arena = rng.integers(0, 1 << 62, (7, layers, slab_words), dtype=np.int64)
+    source = torch.from_numpy(arena).to(device)
+    read, written = [5, 0, 3, 6], [8, 2, 1, 0]
+    numbers = [
+        _numbers_for(device, torch.tensor(blocks, dtype=torch.int32)) for blocks in (read, written)
+    ]
+    is_right = has_right_sums = True
+    for first in range(layers):
+        for count in range(1, layers - first + 1):
+            target = torch.zeros(9, layers, slab_words, dtype=torch.int64, device=device)
+            words, start = count * slab_words, first * slab_words
+            parts = _numbers_for(device, torch.zeros(4 * count_checksum_parts(words)).long())
+            launch_slab_move(
+                SlabPlaces(source.view(-1), layers * slab_words, start),
+                SlabPlaces(target.view(-1), layers * slab_words, start) if copies else None,
+                *numbers,
+                words,
+                parts.view(4, -1),
+            )
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            moved = np.ascontiguousarray(arena[read, first : first + count]).reshape(4, -1)
+            wanted = np.zeros((9, layers, slab_words), np.int64)
+            if copies:
+                wanted[written, first : first + count] = arena[read, first : first + count]
+            is_right &= np.array_equal(target.cpu().numpy(), wanted)
+            sums = parts.cpu().view(4, -1).sum(1).numpy().view(np.uint64)
+            has_right_sums &= np.array_equal(sums, compute_checksums(moved.view(np.uint64)))
+    return is_right, has_right_sums
+
+
+def _numbers_for(device: torch.device, numbers: torch.Tensor) -> torch.Tensor:
+    """The numbers in memory that the kernel reads and the host too, as in a hand-off."""
+    return view_pinned_words(numbers, numbers.dtype) if device.type == "cuda" else numbers

@@ -6,6 +6,8 @@ own: it is computed from what the copy reads. `reference/block_checksums.py` com
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -32,8 +34,10 @@ def _copy_kernel(
     source_blocks,  # int32 [n]
     target_blocks,  # int32 [n]
     sums,  # int64 [n, programs]: parts of the checksums
-    stride,  # words between two blocks
-    first,  # word that is copied of each block
+    source_stride,  # words between two blocks of the source
+    target_stride,
+    source_first,  # word of each block that is copied first
+    target_first,  # where it is written in a block of the target
     words,  # of each block
     position_factor,
     BLOCK: tl.constexpr,
@@ -41,8 +45,8 @@ def _copy_kernel(
     SUMS: tl.constexpr,
 ):
     block, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    read = tl.load(source_blocks + block).to(tl.int64) * stride + first
-    written = tl.load(target_blocks + block).to(tl.int64) * stride + first
+    read = tl.load(source_blocks + block).to(tl.int64) * source_stride + source_first
+    written = tl.load(target_blocks + block).to(tl.int64) * target_stride + target_first
     total = tl.zeros([BLOCK], tl.uint64)
     for begin in range(program * BLOCK, words, programs * BLOCK):
         word = begin + tl.arange(0, BLOCK)
@@ -89,6 +93,53 @@ def compute_block_checksums(
     return _launch(arena, None, blocks, blocks, layer, sums=True)
 
 
+@dataclass(frozen=True, slots=True)
+class SlabPlaces:
+    """Where the copied words of each block are in an arena of int64 words."""
+
+    words: torch.Tensor  # int64 [words of the arena]
+    block_words: int  # between two blocks
+    first_word: int  # of each block, that is copied first
+
+
+def count_checksum_parts(words: int) -> int:
+    """How many partial sums make the checksum of `words` words of one block."""
+    return min(_PROGRAMS, -(-words // _BLOCK))
+
+
+def launch_slab_move(
+    source: SlabPlaces,
+    target: SlabPlaces | None,
+    source_blocks: torch.Tensor,  # int32 [n]
+    target_blocks: torch.Tensor,  # int32 [n]
+    words: int,  # of each block
+    parts: torch.Tensor,  # int64 [n, count_checksum_parts(words)]
+) -> None:
+    """Copy words of n blocks, at least one, and write the parts of their checksums, in one launch.
+
+    A block's checksum is the sum of its parts. Without a target, only the checksums are computed.
+    All tensors may be in pinned host memory that is mapped for the device: nothing else is launched
+    and nothing is allocated.
+    """
+    written = source if target is None else target
+    _copy_kernel[(len(source_blocks), parts.shape[1])](
+        source.words,
+        written.words,
+        source_blocks,
+        target_blocks,
+        parts,
+        source.block_words,
+        written.block_words,
+        source.first_word,
+        written.first_word,
+        words,
+        POSITION_FACTOR - (1 << 64),
+        BLOCK=_BLOCK,
+        COPIES=target is not None,
+        SUMS=True,
+    )
+
+
 def _launch(
     source: torch.Tensor,
     target: torch.Tensor | None,
@@ -103,7 +154,7 @@ def _launch(
     block_words = source.shape[1] * slab_words
     words = block_words if layer is None else slab_words
     first = 0 if layer is None else layer * slab_words
-    programs = min(_PROGRAMS, triton.cdiv(words, _BLOCK))
+    programs = count_checksum_parts(words)
     count = len(source_blocks)
     parts = torch.empty(count, programs if sums else 1, dtype=torch.int64, device=source.device)
     if count:
@@ -114,6 +165,8 @@ def _launch(
             target_blocks,
             parts,
             block_words,
+            block_words,
+            first,
             first,
             words,
             POSITION_FACTOR - (1 << 64),

@@ -116,6 +116,13 @@ def test_moved_blocks_have_the_checksums_of_the_reference(
     assert measured[f"moves of layer {layer} {kind}"] == [True, True]
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_moved_layers_have_the_checksums_of_the_reference(
+    measured: dict[str, list[bool]], copies: bool
+) -> None:
+    assert measured[f"slab moves, copies {copies}"] == [True, True]
+
+
 @pytest.mark.parametrize("parts", ["", " of several parts", " of 1", " of 5"])
 @pytest.mark.parametrize("case", SAMPLING_FILTERS)
 def test_draws_equal_those_of_the_reference(measured: Measured, case: str, parts: str) -> None:

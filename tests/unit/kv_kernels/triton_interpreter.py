@@ -118,6 +118,10 @@ def main() -> None:
             results[f"moves of layer {layer} {kind}"] = block_comparisons.check_moved_blocks(
                 source, torch.empty_like(source), layer
             )
+    for copies in (False, True):
+        results[f"slab moves, copies {copies}"] = block_comparisons.check_slab_moves(
+            CPU, 70, 3, copies=copies
+        )
     for name, params in SAMPLING_FILTERS.items():
         results[f"draws {name}"] = compare.count_different_draws(params, 900, 6, torch.float32, CPU)
         # Several programs draw for a row.

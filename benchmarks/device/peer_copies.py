@@ -1,0 +1,170 @@
+"""Copies into the memory of another process, by CUDA IPC: ours, with its checksum, and CUDA's own.
+
+    python -m benchmarks.device.peer_copies [--blocks 128] [--layers 32] [--slab 65536]
+
+One process owns an arena and exports it; this one opens it and copies blocks into it, all layers in
+turn, one launch a layer, or in messages of several layers as a hand-off is cut. The contiguous copy
+of the same number of bytes in the same run is what the rates are compared with. With two GPUs the
+owner is on the second.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from kv_kernels.triton.block_copy import SlabPlaces, count_checksum_parts, launch_slab_move
+from kv_transfer.device.cuda_driver_api import CudaDriver
+from kv_transfer.device.cuda_views import view_device_words, view_pinned_words
+
+_REPEATS = 10
+_SPIN_CYCLES = 40_000_000  # during which a whole hand-off is queued, so that launches are not timed
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffShape:
+    """What is copied: `blocks` blocks of `layers` slabs."""
+
+    blocks: int
+    layers: int
+    slab_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers * self.slab_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.blocks * self.block_bytes
+
+
+class ArenaOwner:
+    """A process that owns memory of a device and exports it."""
+
+    def __init__(self, device: int, size: int) -> None:
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.device.peer_copies",
+                "--own",
+                str(device),
+                str(size),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.handle = bytes.fromhex(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.communicate("")
+
+
+def own_memory(device: int, size: int) -> None:
+    """Allocate and export memory, and wait until the standard input ends."""
+    driver = CudaDriver(device)
+    sys.stdout.write(driver.export_memory(driver.allocate(size)).hex() + "\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+
+
+def time_on_device(queue_work: Callable[[], object]) -> float:
+    """Median seconds of what is queued, as the device sees it, without the time of the launches."""
+    seconds = []
+    for _ in range(_REPEATS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_SPIN_CYCLES)
+        begin.record()
+        queue_work()
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return float(statistics.median(seconds))
+
+
+class HandoffCopies:
+    """The copies of one hand-off into a peer's arena, as a prefill node launches them."""
+
+    def __init__(self, shape: HandoffShape, peer: torch.Tensor) -> None:
+        self._shape = shape
+        words = shape.total_bytes // 8
+        self.source = torch.randint(-(1 << 62), 1 << 62, (words,), device="cuda")
+        self.peer = peer[:words]
+        order = torch.randperm(shape.blocks, generator=torch.Generator().manual_seed(1))
+        self._blocks = view_pinned_words(order.to(torch.int32), torch.int32)
+        self._parts = view_pinned_words(torch.zeros(shape.blocks * 64, dtype=torch.int64))
+
+    def copy_layers(self, first: int, layers: int, *, checks_only: bool = False) -> None:
+        slab, block = self._shape.slab_bytes // 8, self._shape.block_bytes // 8
+        parts = count_checksum_parts(layers * slab)
+        source = SlabPlaces(self.source, block, first * slab)
+        target = None if checks_only else SlabPlaces(self.peer, block, first * slab)
+        launch_slab_move(
+            source,
+            target,
+            self._blocks,
+            self._blocks,
+            layers * slab,
+            self._parts[: self._shape.blocks * parts].view(self._shape.blocks, parts),
+        )
+
+    def copy_all(self, layers_per_launch: int, *, checks_only: bool = False) -> None:
+        for first in range(0, self._shape.layers, layers_per_launch):
+            self.copy_layers(first, layers_per_launch, checks_only=checks_only)
+
+
+def measure(shape: HandoffShape) -> dict[str, float]:
+    """Rates in GB/s of the copies of one hand-off, by what copies it."""
+    has_peer_gpu = torch.cuda.device_count() > 1
+    owner = ArenaOwner(1 if has_peer_gpu else 0, shape.total_bytes)
+    try:
+        driver = CudaDriver(0)
+        peer = view_device_words(driver.open_memory(owner.handle), shape.total_bytes)
+        copies = HandoffCopies(shape, peer)
+        rates = {"contiguous": _rate(shape, partial(copies.peer.copy_, copies.source))}
+        for layers in (1, 2, 4, 8, shape.layers):
+            copies.copy_all(layers)
+            copy = partial(copies.copy_all, layers)
+            rates[f"copy, {layers} layers a launch"] = _rate(shape, copy)
+            check = partial(copies.copy_all, layers, checks_only=True)
+            rates[f"check, {layers} layers a launch"] = _rate(shape, check)
+        torch.cuda.synchronize()
+        if not torch.equal(copies.peer.to("cuda:0"), copies.source):
+            raise RuntimeError("the copied blocks differ from their source")
+        return rates
+    finally:
+        owner.close()
+
+
+def _rate(shape: HandoffShape, queue_work: Callable[[], object]) -> float:
+    queue_work()
+    torch.cuda.synchronize()
+    return shape.total_bytes / time_on_device(queue_work) / _GB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--slab", type=int, default=1 << 16)
+    parser.add_argument("--own", type=int, nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.own:
+        own_memory(*given.own)
+        return
+    rates = measure(HandoffShape(given.blocks, given.layers, given.slab))
+    for name, rate in rates.items():
+        share = rate / rates["contiguous"]
+        sys.stdout.write(f"{name}: {rate:.0f} GB/s, {share:.0%} of the contiguous copy\n")
+
+
+if __name__ == "__main__":
+    main()

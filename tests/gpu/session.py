@@ -1,0 +1,90 @@
+"""Runs what needs a GPU for KV between GPUs, most important first, each stage with a time limit.
+
+    python -m tests.gpu.session --out FOLDER [--stages fencing,kernel,...] [--seconds 480]
+
+Each stage's output goes to FOLDER/NAME.log. A stage that fails or runs out of time does not stop
+the others. The summary is printed and written to FOLDER/summary.txt.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_LAST_LINES = 14  # of a stage's output that the summary shows
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One command of a session."""
+
+    name: str
+    seconds: float  # at most
+    command: tuple[str, ...]  # arguments of Python
+
+
+def _pytest(*paths: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-q", "-s", "-rs", "--durations=5", "-p", "no:cacheprovider", *paths)
+
+
+STAGES = (
+    Stage("kernel", 90, _pytest("tests/gpu/test_slab_moves_on_gpu.py")),
+    Stage("fencing", 170, _pytest("tests/gpu/test_fencing_on_gpu.py")),
+    Stage("copies", 90, ("-m", "benchmarks.device.peer_copies")),
+)
+
+
+def run_stage(stage: Stage, folder: Path, seconds: float) -> str:
+    """Run a stage; returns its lines of the summary."""
+    log = folder / f"{stage.name}.log"
+    started = time.monotonic()
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PYTHONUNBUFFERED": "1"}
+    if inherited := os.environ.get("PYTHONPATH"):
+        environ["PYTHONPATH"] += f":{inherited}"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, *stage.command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=environ,
+            start_new_session=True,
+        )
+        try:
+            ended = f"exit code {process.wait(timeout=seconds)}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()
+            ended = f"killed after {seconds:.0f} s"
+    tail = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+    took = time.monotonic() - started
+    return "\n".join([f"== {stage.name}: {ended}, {took:.1f} s", *(f"   {line}" for line in tail)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stages", default=",".join(stage.name for stage in STAGES))
+    parser.add_argument("--seconds", type=float, default=480.0, help="for all stages together")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + given.seconds
+    summary = given.out / "summary.txt"
+    summary.write_text("")
+    for stage in (stage for stage in STAGES if stage.name in given.stages.split(",")):
+        left = deadline - time.monotonic()
+        text = f"== {stage.name}: no time left"
+        if left > 1.0:
+            text = run_stage(stage, given.out, min(stage.seconds, left))
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+        with summary.open("a") as file:
+            file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
