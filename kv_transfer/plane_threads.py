@@ -22,15 +22,16 @@ from baton.shared_memory.fence import ArenaFences
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket, TicketId
 from kv_transfer.arena.slab_copier import SlabCopier
 from kv_transfer.common.settings import TransferSettings
-from kv_transfer.core.events import (
+from kv_transfer.core.handoff_common import ArenaShape, is_one_sided
+from kv_transfer.core.send_queue import ReadySlabs
+from kv_transfer.plane import (
     InboundEvent,
     InboundLost,
+    LinkCost,
     OutboundAborted,
     OutboundEvent,
     SealInfo,
 )
-from kv_transfer.core.handoff_common import ArenaShape, is_one_sided
-from kv_transfer.core.send_queue import ReadySlabs
 from kv_transfer.receiver_loop import ReceiverLoop
 from kv_transfer.sender_loop import LayerWaiter, SenderLoop
 from kv_transfer.transports.links import DecodeLink, EventFd, PeerLinks, Pollable, TransferDialer
@@ -222,20 +223,32 @@ class KVSender:
     def set_ticket(self, key: AttemptKey, ticket: Ticket) -> None:
         self._thread.post_command(lambda: self._loop.set_ticket(key, ticket))
 
+    @property
+    def link_cost(self) -> LinkCost:
+        return self._loop.link_cost
+
     def announce_layer(
-        self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]
+        self,
+        key: AttemptKey,
+        layer: int,
+        first: int,
+        source: Sequence[BlockIndex],
+        num_layers: int = 1,
     ) -> None:
-        """Queue a computed layer to be sent. Raises ValueError for blocks that the arena lacks."""
-        ready, now = ReadySlabs(layer, first, tuple(source)), self._clock()
-        if (
-            ready.source_blocks
-            and not 0 <= min(ready.source_blocks) <= max(ready.source_blocks) < self._num_blocks
-        ):
+        """Queue computed layers to be sent. Raises ValueError for blocks that the arena lacks."""
+        blocks, now = tuple(source), self._clock()
+        if blocks and not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
             raise ValueError(
                 f"{key} announces blocks that an arena of {self._num_blocks} does not have"
             )
+        ready = [ReadySlabs(each, first, blocks) for each in range(layer, layer + num_layers)]
         self._thread.post_command(
-            lambda: self._loop.apply_input(key, lambda machine: machine.announce_slabs(ready, now))
+            lambda: self._loop.apply_input(
+                key,
+                lambda machine: [
+                    output for slabs in ready for output in machine.announce_slabs(slabs, now)
+                ],
+            )
         )
 
     def seal_handoff(self, key: AttemptKey, info: SealInfo) -> None:

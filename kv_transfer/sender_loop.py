@@ -19,8 +19,8 @@ from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.core.events import LayerLanded, OutboundAborted, OutboundCommitted, OutboundEvent
 from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput, is_one_sided
+from kv_transfer.core.layer_groups import BusyPeriod, LinkCost, LinkCostEstimator
 from kv_transfer.core.outbound_handoff import TERMINAL_STATES, OutboundHandoff, OutboundOutput
-from kv_transfer.core.send_queue import SendSettings
 from kv_transfer.core.writer_lock import NoLock, WriterLock
 from kv_transfer.transports.links import LinkLoss, PeerKey, PeerLink, PeerLinks, Pollable
 from kv_transfer.transports.shm_arena import PeerArena, PeerArenas, TicketLock
@@ -44,6 +44,7 @@ class _ActiveHandoff:
     peer_key: PeerKey | None = None  # known with the ticket
     peer_arena: PeerArena | None = None  # mapped, if the writer is one-sided
     waiters: list[LayerWaiter] = field(default_factory=list)
+    busy_period: BusyPeriod | None = None  # None: nothing is on its way
 
 
 class SenderLoop:
@@ -73,16 +74,13 @@ class SenderLoop:
         self._emit = emit
         self._clock = clock
         self._failpoints = failpoints
-        self._send_settings = SendSettings(
-            max_payload_bytes=settings.max_payload_bytes,
-            layers_per_message=settings.layers_per_message,
-            window_bytes=settings.credit_bytes,
-            renew_interval=settings.renew_interval,
-            answer_timeout=settings.progress_timeout,
-        )
+        self._send_settings = settings.make_send_settings()
         self._handoffs: dict[AttemptKey, _ActiveHandoff] = {}
         self._keys_by_ticket: dict[TicketId, AttemptKey] = {}
         self._has_more_work = False
+        # Of the link that was used last; read by any thread.
+        self.link_cost = LinkCost(max_payload_bytes=settings.max_payload_bytes)
+        self._link_costs: dict[str, LinkCostEstimator] = {}  # by transport
 
     # commands of the node
 
@@ -231,6 +229,19 @@ class SenderLoop:
             return
         handoff = self._handoffs[key]
         self._apply_outputs(handoff, handoff.machine.on_frame(frame, self._clock()))
+        self._end_busy_period(handoff)
+
+    def _end_busy_period(self, handoff: _ActiveHandoff) -> None:
+        """Learn what the link takes, once all that was sent has landed."""
+        machine, period = handoff.machine, handoff.busy_period
+        if period is None or machine.unacked_bytes or machine.ticket is None:
+            return
+        handoff.busy_period = None
+        estimator = self._link_costs.setdefault(
+            machine.ticket.transport, LinkCostEstimator(self._settings.max_payload_bytes)
+        )
+        estimator.observe_busy_period(period, machine.last_landed_at)
+        self.link_cost = estimator.cost
 
     def _tick(self, handoff: _ActiveHandoff, now: float) -> None:
         if now < handoff.machine.deadline:
@@ -269,6 +280,7 @@ class SenderLoop:
         link = self._links.get(handoff.peer_key) if handoff.peer_key is not None else None
         if link is not None and link.is_full:
             return False
+        started = self._clock()
         write, outputs = handoff.machine.begin_write()
         self._apply_outputs(handoff, outputs)
         if write is None:
@@ -284,6 +296,9 @@ class SenderLoop:
         except HandoffFailed as error:
             self._apply_outputs(handoff, handoff.machine.fail_write(error))
             return True
+        period = handoff.busy_period or BusyPeriod(started)
+        handoff.busy_period = period.with_message(len(payload))
+        self.counters["messages_written"] += 1
         self.counters["bytes_written"] += len(payload)
         self.counters["slabs_written"] += write.slab_range.num_slabs
         is_inline = handoff.peer_arena is None

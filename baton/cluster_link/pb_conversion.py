@@ -79,6 +79,7 @@ def handoff_report_to_pb(report: HandoffReport) -> common_pb2.HandoffReport:
         computed_tokens=report.computed_tokens,
         cached_tokens=report.cached_tokens,
         slowed_seconds=report.slowed_seconds,
+        group_layers=report.group_layers,
     )
 
 
@@ -94,6 +95,7 @@ def handoff_report_from_pb(message: common_pb2.HandoffReport) -> HandoffReport:
         computed_tokens=message.computed_tokens,
         cached_tokens=message.cached_tokens,
         slowed_seconds=check_seconds(message.slowed_seconds),
+        group_layers=message.group_layers,
     )
 
 

@@ -150,6 +150,7 @@ async def test_explain_says_by_how_much_a_slow_hand_off_slowed_the_prefill(
             # A heartbeat brings the counter.
             while await slowed_seconds(cluster) - before < report.slowed_seconds * 0.999:
                 await asyncio.sleep(0.05)
+        assert report.group_layers == 1  # --layers-per-message
         reports.append(report)
     waited, streamed = reports
     messages = PACED_LAYOUT.num_layers  # at least one for each layer
