@@ -8,7 +8,8 @@ is the time of the same work beside the idle windows around it.
 
 With two cores or more, the thread that computes has the first one to itself, and the plane's thread
 and the other process have the others. What remains then is waiting for Python's lock and for
-memory; `launches` needs no memory.
+memory; `launches` needs no memory. `lost` is what a change of the plane should lower: the time of
+the thread that computes which is lost for each gigabyte that is handed over.
 """
 
 import argparse
@@ -66,10 +67,12 @@ def main(options: argparse.Namespace, console: Console, command: str) -> list[Re
             for name, work in works.items():
                 idle, ratio, rate = _measure(work, flow, options.rounds, options.window)
                 prefix = f"plane/{transport}/{name}"
+                lost = (1.0 - 1.0 / ratio) / rate  # seconds a byte
                 rows += [
                     make_row(f"{prefix}_idle", idle * 1e3, "ms", command),
                     make_row(f"{prefix}_slowed", ratio, "x idle", command),
                     make_row(f"{prefix}_moved", rate / 1e9, "GB/s", command),
+                    make_row(f"{prefix}_lost", lost * 1e12, "ms/GB", command),
                 ]
     print_rows(console, "work of the compute thread while hand-offs flow", rows)
     return rows
