@@ -9,6 +9,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import zmq
@@ -29,8 +30,11 @@ from kv_transfer.core.events import (
     OutboundEvent,
     SealInfo,
 )
-from kv_transfer.core.handoff_common import ArenaShape, is_one_sided
+from kv_transfer.core.handoff_common import CUDA_IPC, ArenaShape, is_one_sided
 from kv_transfer.core.send_queue import ReadySlabs
+from kv_transfer.device.arena_export import write_export
+from kv_transfer.device.device_memory import DeviceMemory
+from kv_transfer.device.writer_process import name_writer, parse_writer
 from kv_transfer.receiver_loop import ReceiverLoop
 from kv_transfer.sender_loop import LayerWaiter, SenderLoop
 from kv_transfer.transports.links import DecodeLink, EventFd, PeerLinks, Pollable, TransferDialer
@@ -183,8 +187,11 @@ class KVSender:
         clock: Clock = monotonic_clock,
         failpoints: Failpoints = FAILPOINTS,
         on_internal_error: Callable[[], None] = exit_process,
+        device: DeviceMemory | None = None,
     ) -> None:
-        """`dialers` by the scheme of the endpoints that they dial. The plane closes them."""
+        """`dialers` by the scheme of the endpoints that they dial. The plane closes them.
+
+        `device` is the memory that slabs are read from, if it is not `arena`."""
         copier = SlabCopier(arena, layout)
         self._num_blocks = copier.arena_slabs.num_blocks
         self._layout = layout
@@ -200,16 +207,23 @@ class KVSender:
             emit=emit,
             clock=clock,
             failpoints=failpoints,
+            device=device,
         )
+        self._device = device
         self._thread = PlaneThread(
             "transfer-outbound", self._loop, clock, settings.close_timeout, on_internal_error
         )
+        self._loop.post_command = self._thread.post_command
         self._thread.start()
 
     @property
     def endpoint(self) -> str:
-        """Empty: a writer dials and is never dialled."""
-        return ""
+        """What tells decode that a device writes; else empty, because a writer is not dialled."""
+        return "" if self._device is None else name_writer(self._device.writer_name)
+
+    @property
+    def reads_device_memory(self) -> bool:
+        return self._device is not None
 
     def rejoin(self, incarnation: Incarnation) -> None:
         self._thread.post_command(lambda: self._loop.rejoin(incarnation))
@@ -282,10 +296,14 @@ class KVReceiver:
         clock: Clock = monotonic_clock,
         failpoints: Failpoints = FAILPOINTS,
         on_internal_error: Callable[[], None] = exit_process,
+        device: DeviceMemory | None = None,
     ) -> None:
         """The plane closes `link` and `fences`.
 
-        `fences` are the arena's, None if it is not a segment: then no writer may be one-sided."""
+        `fences` are the arena's, None if it is not a segment: then no writer may be one-sided.
+        `device` is the memory in which the node computes, if peers may write to it."""
+        self._device = device
+        self._export = _export_device(device, fences)
         self._copier = SlabCopier(arena, layout)
         self._link = link
         self._fences = fences
@@ -302,10 +320,12 @@ class KVReceiver:
             emit=emit,
             clock=clock,
             failpoints=failpoints,
+            device=device,
         )
         self._thread = PlaneThread(
             "transfer-inbound", self._loop, clock, settings.close_timeout, on_internal_error
         )
+        self._loop.post_command = self._thread.post_command
         self._loop.run_posted_commands = self._thread.run_posted_commands
         self._thread.start()
 
@@ -316,13 +336,15 @@ class KVReceiver:
     def rejoin(self, incarnation: Incarnation) -> None:
         self._thread.post_command(lambda: self._loop.rejoin(incarnation))
 
-    def choose_transport(self, writer_host_id: str) -> str:
+    def choose_transport(self, writer_host_id: str, writer_endpoint: str = "") -> str:
         if self._settings.transport != "auto":
             return self._settings.transport
-        same_host = (
-            writer_host_id == self._host_id and writer_host_id not in self._loop.unmappable_hosts
-        )
-        return "shm" if same_host and self._fences is not None else "zmq"
+        if writer_host_id != self._host_id or self._fences is None:
+            return "zmq"
+        writer, landings = parse_writer(writer_endpoint), self._loop.landings
+        if writer and landings is not None and writer not in landings.unfit_writers:
+            return CUDA_IPC
+        return "zmq" if writer_host_id in self._loop.unmappable_hosts else "shm"
 
     def allocate_fence_byte(self) -> int:
         return self._fences.allocate_byte() if self._fences is not None else 0
@@ -330,11 +352,17 @@ class KVReceiver:
     def grant_ticket(self, ticket: Ticket) -> None:
         """Accept writes under `ticket`. Raises ValueError for blocks that the arena lacks."""
         two_sided = not is_one_sided(ticket.transport)
-        if not self._copier.has_blocks_of(ticket) or not (two_sided or self._fences):
+        by_device = ticket.transport == CUDA_IPC
+        if (
+            not self._copier.has_blocks_of(ticket)
+            or not (two_sided or self._fences)
+            or (by_device and self._device is None)
+        ):
             raise ValueError(
                 f"ticket {ticket.id} ({ticket.transport}) names blocks that are not in this arena"
             )
-        if not self._thread.post_command(lambda: self._loop.grant_ticket(ticket)):
+        steps = self._device.mark_queued_work() if by_device and self._device else None
+        if not self._thread.post_command(lambda: self._loop.grant_ticket(ticket, steps)):
             self._emit(
                 InboundLost(
                     ticket.id, HandoffFailed("the transfer plane is closed"), is_fenced=two_sided
@@ -356,3 +384,14 @@ class KVReceiver:
 
     def close(self) -> None:
         self._thread.close()
+        if self._export is not None:
+            self._export.unlink(missing_ok=True)
+
+
+def _export_device(device: DeviceMemory | None, fences: ArenaFences | None) -> Path | None:
+    """Let peers open the arena of the device. Raises UnmappableSegment."""
+    if device is None:
+        return None
+    if fences is None:
+        raise ValueError("device memory behind an arena that is not a segment")
+    return write_export(fences.segment_path, device.export_arena())

@@ -6,22 +6,37 @@ Everything here runs on the plane's thread.
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from baton.errors import BatonError, HandoffFailed, PeerUnreachable, StaleMessage
+from baton.errors import (
+    BatonError,
+    HandoffFailed,
+    PeerUnreachable,
+    StaleMessage,
+    UnmappableSegment,
+)
 from baton.kv.blocks import KVLayout
 from baton.process.clock import Clock
 from baton.process.failpoints import FailpointAction, Failpoints
 from baton.types import AttemptKey, Incarnation, Ticket, TicketId
-from kv_transfer.arena.slab_copier import SlabCopier, flip_first_bit
+from kv_transfer.arena.slab_copier import SlabCopier, finish_payload, flip_first_bit
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.core.events import LayerLanded, OutboundAborted, OutboundCommitted, OutboundEvent
-from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput, is_one_sided
+from kv_transfer.core.handoff_common import (
+    CUDA_IPC,
+    NEVER,
+    ArenaShape,
+    IgnoredInput,
+    is_one_sided,
+)
 from kv_transfer.core.outbound_handoff import TERMINAL_STATES, OutboundHandoff, OutboundOutput
-from kv_transfer.core.send_queue import SendSettings
+from kv_transfer.core.send_queue import OutgoingWrite, SendSettings
 from kv_transfer.core.writer_lock import NoLock, WriterLock
+from kv_transfer.device.device_fence import DeviceTicketLock
+from kv_transfer.device.device_memory import DeviceFailed, DeviceMemory
+from kv_transfer.device.device_peers import DevicePeer, DevicePeers, DeviceWriter
 from kv_transfer.transports.links import LinkLoss, PeerKey, PeerLink, PeerLinks, Pollable
 from kv_transfer.transports.shm_arena import PeerArena, PeerArenas, TicketLock
 
@@ -42,7 +57,9 @@ class LayerWaiter:
 class _ActiveHandoff:
     machine: OutboundHandoff
     peer_key: PeerKey | None = None  # known with the ticket
-    peer_arena: PeerArena | None = None  # mapped, if the writer is one-sided
+    peer_arena: PeerArena | None = None  # mapped, if this process writes to it itself
+    device_peer: DevicePeer | None = None  # opened, if its device does
+    device_lock: DeviceTicketLock | None = None
     waiters: list[LayerWaiter] = field(default_factory=list)
 
 
@@ -61,6 +78,7 @@ class SenderLoop:
         emit: Callable[[OutboundEvent], None],
         clock: Clock,
         failpoints: Failpoints,
+        device: DeviceMemory | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()  # read by any thread
         self._copier = copier
@@ -80,6 +98,19 @@ class SenderLoop:
             renew_interval=settings.renew_interval,
             answer_timeout=settings.progress_timeout,
         )
+        # Runs a command on this thread; called from threads of the device.
+        self.post_command: Callable[[Callable[[], None]], bool] = lambda _: False
+        self._writer_process = "" if device is None else device.writer_name
+        self._device = (
+            None
+            if device is None
+            else DeviceWriter(
+                device,
+                DevicePeers(device, settings.segment_folder, layout),
+                layout.block_bytes,
+                lambda command: self.post_command(command),
+            )
+        )
         self._handoffs: dict[AttemptKey, _ActiveHandoff] = {}
         self._keys_by_ticket: dict[TicketId, AttemptKey] = {}
         self._has_more_work = False
@@ -91,7 +122,13 @@ class SenderLoop:
             self.counters["ignored_open"] += 1
             return
         machine = OutboundHandoff(
-            key, self._incarnation, self._shape, blocks, self._send_settings, self._host_id
+            key,
+            self._incarnation,
+            self._shape,
+            blocks,
+            self._send_settings,
+            self._host_id,
+            self._writer_process,
         )
         self._handoffs[key] = _ActiveHandoff(machine)
         self.counters["opened"] += 1
@@ -125,10 +162,26 @@ class SenderLoop:
 
     def _writer_lock(self, handoff: _ActiveHandoff, ticket: Ticket) -> WriterLock:
         """The lock that a writer under this ticket needs. Raises UnmappableSegment."""
+        if ticket.transport == CUDA_IPC:
+            return self._device_lock(handoff, ticket)
+        if self._device is not None:  # which copies one layer at a time to host memory
+            handoff.machine.settings = replace(self._send_settings, layers_per_message=1)
         if not is_one_sided(ticket.transport):
             return NoLock()
         handoff.peer_arena = self._arenas.get(ticket)
         return TicketLock(handoff.peer_arena, ticket)
+
+    def _device_lock(self, handoff: _ActiveHandoff, ticket: Ticket) -> WriterLock:
+        if self._device is None:
+            raise UnmappableSegment("this node does not compute in device memory")
+        handoff.device_peer = peer = self._device.peers.get(ticket)
+        handoff.machine.settings = replace(
+            self._send_settings,
+            max_payload_bytes=self._settings.device_payload_bytes,
+            window_bytes=self._settings.device_credit_bytes,
+        )
+        handoff.device_lock = DeviceTicketLock(peer.fences, ticket.fence_byte)
+        return handoff.device_lock
 
     def apply_input(
         self, key: AttemptKey, call: Callable[[OutboundHandoff], list[OutboundOutput]]
@@ -156,7 +209,7 @@ class SenderLoop:
         for peer, _ in self._links.items():
             if peer[1] == decode:
                 self._links.close_link(peer)
-        self._arenas.unmap_peer(decode)
+        self._unmap_peer(decode)
 
     def rejoin(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
@@ -194,11 +247,19 @@ class SenderLoop:
         self._abort_all(HandoffFailed("the transfer plane is closing"))
 
     def is_drained(self) -> bool:
-        return self._links.has_no_unacked_aborts()
+        is_device_idle = self._device is None or self._device.num_in_flight == 0
+        return is_device_idle and self._links.has_no_unacked_aborts()
 
     def close(self) -> None:
         self._links.close()
         self._arenas.close()
+        if self._device is not None:
+            self._device.peers.close()
+
+    def _unmap_peer(self, decode: Incarnation) -> None:
+        self._arenas.unmap_peer(decode)
+        if self._device is not None:
+            self._device.peers.unmap_peer(decode)
 
     # links
 
@@ -258,9 +319,13 @@ class SenderLoop:
         for handoff in list(self._handoffs.values()):
             if handoff.peer_key == peer:
                 self._apply_outputs(handoff, handoff.machine.on_link_lost(loss.error, loss.was_up))
-        writers = (handoff for handoff in self._handoffs.values() if handoff.peer_arena)
+        writers = (
+            handoff
+            for handoff in self._handoffs.values()
+            if handoff.peer_arena or handoff.device_peer
+        )
         if not any(handoff.peer_key == peer for handoff in writers):
-            self._arenas.unmap_peer(peer[1])
+            self._unmap_peer(peer[1])
 
     # writing
 
@@ -275,21 +340,86 @@ class SenderLoop:
             return False
         try:
             action = self._failpoints.hit("transfer.write.before")
+            if self._device is not None:
+                self._start_device_write(self._device, handoff, write, action)
+                return True
             payload, checksum = self._copier.read_slabs(write, action)
-            if handoff.peer_arena is not None and handoff.machine.ticket is not None:
+        except HandoffFailed as error:
+            self._apply_outputs(handoff, handoff.machine.fail_write(error))
+            return True
+        self._finish_write(handoff, write, checksum, payload, action)
+        return True
+
+    def _start_device_write(
+        self,
+        device: DeviceWriter,
+        handoff: _ActiveHandoff,
+        write: OutgoingWrite,
+        action: FailpointAction | None,
+    ) -> None:
+        """Queue a write that the device does, or the copy to host memory of one that it does not.
+
+        Raises DeviceFailed."""
+        ticket, peer = handoff.machine.ticket, handoff.device_peer
+        assert ticket is not None
+
+        def end_write(result: int | DeviceFailed) -> None:
+            if isinstance(result, DeviceFailed):
+                self._fail_device_write(handoff, result)
+            else:
+                self._finish_write(handoff, write, result, None, action)
+
+        def end_read(result: memoryview | DeviceFailed) -> None:
+            if isinstance(result, DeviceFailed):
+                self._fail_device_write(handoff, result)
+                return
+            payload, checksum = finish_payload(result, action)
+            self._finish_write(handoff, write, checksum, payload, action)
+
+        if peer is None:
+            device.start_read(write, end_read)
+            return
+        try:
+            device.start_write(
+                peer, ticket, write, end_write, corrupt=action is FailpointAction.CORRUPT
+            )
+        except DeviceFailed:
+            self._abandon_lock(handoff)
+            raise
+
+    def _fail_device_write(self, handoff: _ActiveHandoff, error: DeviceFailed) -> None:
+        self._abandon_lock(handoff)
+        self._apply_outputs(handoff, handoff.machine.fail_write(error))
+
+    def _abandon_lock(self, handoff: _ActiveHandoff) -> None:
+        """The device failed: decode gets the blocks when this process has ended."""
+        if handoff.device_lock is not None:
+            handoff.device_lock.is_abandoned = True
+
+    def _finish_write(
+        self,
+        handoff: _ActiveHandoff,
+        write: OutgoingWrite,
+        checksum: int,
+        payload: memoryview | None,  # None: the device has written it
+        action: FailpointAction | None,
+    ) -> None:
+        """The slabs were read, and a device's have landed: copy or send the others."""
+        try:
+            if handoff.peer_arena is not None and payload is not None:
+                assert handoff.machine.ticket is not None
                 handoff.peer_arena.copier.write_slabs(
                     handoff.machine.ticket, write.slab_range, payload
                 )
             self._failpoints.hit("transfer.write.after")
         except HandoffFailed as error:
             self._apply_outputs(handoff, handoff.machine.fail_write(error))
-            return True
-        self.counters["bytes_written"] += len(payload)
+            return
+        self.counters["bytes_written"] += write.slab_range.num_slabs * self._shape.slab_bytes
         self.counters["slabs_written"] += write.slab_range.num_slabs
-        is_inline = handoff.peer_arena is None
+        is_inline = handoff.peer_arena is None and handoff.device_peer is None
         outputs = handoff.machine.finish_write(write, checksum, is_inline, self._clock())
         self._apply_outputs(handoff, outputs, payload if is_inline else None, action)
-        return True
 
     # outputs
 

@@ -35,8 +35,7 @@ class SlabCopier:
         payload = self.arena_slabs.gather_slabs(
             self.arena_slabs.slab_rows(write.slab_range, write.source_blocks)
         )
-        checksum = xxhash.xxh3_64_intdigest(payload)
-        return (flip_first_bit(payload) if action is FailpointAction.CORRUPT else payload), checksum
+        return finish_payload(payload, action)
 
     def write_slabs(self, ticket: Ticket, slab_range: SlabRange, payload: memoryview) -> None:
         """Copy a payload to the ticket's blocks in this arena."""
@@ -81,6 +80,12 @@ class SlabCopier:
         return self.arena_slabs.slab_rows(
             slab_range, [offset // self._block_bytes for offset in offsets]
         )
+
+
+def finish_payload(payload: memoryview, action: FailpointAction | None) -> tuple[memoryview, int]:
+    """A payload as it is sent, and its checksum. `corrupt` changes it after that was taken."""
+    checksum = xxhash.xxh3_64_intdigest(payload)
+    return (flip_first_bit(payload) if action is FailpointAction.CORRUPT else payload), checksum
 
 
 def flip_first_bit(data: memoryview) -> memoryview:

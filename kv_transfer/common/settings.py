@@ -14,7 +14,8 @@ MIB = 1 << 20
 class TransferSettings:
     """Settings of one plane. Times are in seconds, sizes in bytes."""
 
-    transport: str = "auto"  # auto: shm on the same host, else zmq; or shm, zmq, grpc, memory
+    # auto: cuda_ipc or shm on the same host, else zmq; or cuda_ipc, shm, zmq, grpc, memory
+    transport: str = "auto"
     listen: str = "127.0.0.1:0"  # where decode's transfer socket binds; port 0 is an ephemeral one
     insecure: bool = False  # may listen beyond loopback without a cluster token
     advertise: str = ""  # HOST or HOST:PORT that writers dial, if it is not the one bound
@@ -25,6 +26,9 @@ class TransferSettings:
     fence_retry_interval: float = 0.2  # how often decode tries again to fence a quarantined ticket
     credit_bytes: int = 32 * MIB  # per hand-off: may be sent and not yet landed
     max_payload_bytes: int = MIB  # per message
+    # The same two where a device writes: it needs large copies, and nothing is buffered.
+    device_credit_bytes: int = 512 * MIB
+    device_payload_bytes: int = 32 * MIB
     layers_per_message: int = 0  # 0: as many layers as are ready and fit
     max_queued_messages: int = 64  # per link and direction, of zmq and grpc
     link_timeout: float = 5.0  # for a handshake, and for TCP's acknowledgement

@@ -54,6 +54,8 @@ class OpenFrame(Frame, frozen=True, tag="open"):
     slab_bytes: Size
     window_bytes: Size  # credit asked for
     host_id: Text  # the writer's host
+    # The file by which the end of the writer's process is proven, if a device writes for it.
+    writer_process: Text = ""
 
 
 class WriteFrame(Frame, frozen=True, tag="write"):

@@ -35,7 +35,7 @@ from kv_transfer.core.events import (
     OutboundEvent,
     SealInfo,
 )
-from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
+from kv_transfer.core.handoff_common import CUDA_IPC, NEVER, ArenaShape, IgnoredInput
 from kv_transfer.core.send_queue import (
     OutgoingWrite,
     ReadySlabs,
@@ -71,6 +71,7 @@ class OutboundHandoff:
     num_blocks: int  # logical blocks of the whole context
     settings: SendSettings
     host_id: str = ""
+    writer_process: str = ""  # by which the end of a device's writes is proven
     state: OutboundState = OutboundState.UNTICKETED
     ticket: Ticket | None = None
     lock: WriterLock = field(default_factory=NoLock)
@@ -106,7 +107,9 @@ class OutboundHandoff:
 
     @property
     def _answer_deadline(self) -> float:
-        waiting = self.state is OutboundState.SEALED or self.unacked_bytes > 0
+        waiting = (
+            self.state is OutboundState.SEALED or self.unacked_bytes > 0 or self.window_bytes == 0
+        )
         return self.last_progress_at + self.settings.answer_timeout if waiting else NEVER
 
     def is_answer_overdue(self, now: float) -> bool:
@@ -147,7 +150,9 @@ class OutboundHandoff:
         return []
 
     def set_ticket(self, ticket: Ticket, lock: WriterLock, now: float) -> list[OutboundOutput]:
-        """Accept the ticket: the destination is known, and queued slabs may be sent."""
+        """Accept the ticket: the destination is known, and queued slabs may be sent.
+
+        A device writes nothing before decode's first Credit."""
         if self.state is not OutboundState.UNTICKETED:
             return [IgnoredInput("ticket")]
         if (
@@ -163,6 +168,8 @@ class OutboundHandoff:
             )
         self.state = OutboundState.STREAMING
         self.ticket, self.lock = ticket, lock
+        if ticket.transport == CUDA_IPC:
+            self.window_bytes = 0
         self.send_queue = tuple(
             piece for ready in self.send_queue for piece in self._clip_to_missing(ready)
         )
@@ -175,6 +182,7 @@ class OutboundHandoff:
             slab_bytes=self.shape.slab_bytes,
             window_bytes=self.settings.window_bytes,
             host_id=self.host_id,
+            writer_process=self.writer_process,
         )
         return [open_frame, *self._seal_if_all_written(now)]
 
@@ -203,6 +211,8 @@ class OutboundHandoff:
 
         `finish_write` or `fail_write` must follow."""
         if self.state is not OutboundState.STREAMING or not self.send_queue:
+            return None, []
+        if self.window_bytes == 0:
             return None, []
         slab = self.shape.slab_bytes
         room = min(self.settings.max_payload_bytes, self.window_bytes - self.unacked_bytes)

@@ -25,7 +25,7 @@ from kv_transfer.device.writer_process import WriterProcess
 MODES = ("running", "full", "queued", "copies", "forked")
 _SPIN_SECONDS = 2.0
 _CHILD_SECONDS = 0.3
-_COPIES_AHEAD = 8
+_COPIES_AHEAD = 1000  # of each pattern: tens of milliseconds of work
 _FULL_BLOCKS = 256
 # write_words(target, words, nanoseconds, pause): words of all blocks, each a count of its own.
 _PTX = """

@@ -26,8 +26,20 @@ from baton.shared_memory.byte_locks import try_lock_byte, unlock_byte
 from baton.shared_memory.segment import WRITER_NAME, create_writer_file
 
 _MAX_RECORD_BYTES = 4096
+_SCHEME = "device://"
 _ALIVE_BYTE = 0  # of the writer's file
 NO_DRIVER_FILE = Path("/dev/null")  # a device without one
+
+
+def name_writer(name: str) -> str:
+    """The endpoint of a node whose device writes to peers; empty without a name."""
+    return f"{_SCHEME}{name}" if name else ""
+
+
+def parse_writer(endpoint: str) -> str:
+    """The name in such an endpoint; empty for any other."""
+    name = endpoint.removeprefix(_SCHEME)
+    return name if name != endpoint and WRITER_NAME.fullmatch(name) else ""
 
 
 class WriterRecord(msgspec.Struct, frozen=True):

@@ -25,7 +25,13 @@ from kv_transfer.plane import (
     SealInfo,
 )
 from tests.contract.raw_writer import RawWriter
-from tests.contract.transfer_pair import BACKENDS, TransferPair, transfer_pair, wait_until
+from tests.contract.transfer_pair import (
+    BACKENDS,
+    ONE_SIDED,
+    TransferPair,
+    transfer_pair,
+    wait_until,
+)
 
 REASON = Cancelled("the client left")
 BLOCKS = [3, 4]
@@ -179,7 +185,7 @@ def _backend_and_state() -> list[tuple[str, InboundState]]:
         (backend, state)
         for backend in BACKENDS
         for state in InboundState
-        if backend == "shm" or state not in ONE_SIDED_ONLY
+        if backend in ONE_SIDED or state not in ONE_SIDED_ONLY
     ]
 
 

@@ -34,6 +34,11 @@ def _pytest(*paths: str) -> tuple[str, ...]:
 STAGES = (
     Stage("kernel", 90, _pytest("tests/gpu/test_slab_moves_on_gpu.py")),
     Stage("fencing", 170, _pytest("tests/gpu/test_fencing_on_gpu.py")),
+    Stage(
+        "contract",
+        120,
+        _pytest("-p", "tests.gpu.cuda_pairs", "tests/contract", "-k", "cuda_ipc", "--maxfail=8"),
+    ),
     Stage("copies", 90, ("-m", "benchmarks.device.peer_copies")),
 )
 

@@ -93,6 +93,7 @@ def kill(waiting: WaitingWriter, fences: ArenaFences) -> FenceTrial:
     waiting.writer.start_writing(fences.path, waiting.byte)
     time.sleep(0.05)
     assert not waiting.fence.try_fence(), "a living writer holds its byte"
+    assert any(waiting.writer.read_region()) == (waiting.mode != "queued")
     return kill_and_watch(
         waiting.writer, waiting.fence.try_fence, WATCH_SECONDS, proof_seconds=PROOF_SECONDS
     )
