@@ -20,7 +20,8 @@ TicketId = NewType("TicketId", str)
 Incarnation = NewType("Incarnation", str)
 NodeName = NewType("NodeName", str)
 BlockIndex = NewType("BlockIndex", int)  # of a block in this process's address range
-TRANSPORTS = ("shm", "zmq", "grpc")  # between processes; see kv_transfer/transports/links.py
+# Between processes; see kv_transfer/transports/links.py.
+TRANSPORTS = ("cuda_ipc", "shm", "zmq", "grpc")
 
 
 def mint_id(bits: int = 128) -> str:

@@ -96,7 +96,7 @@ def make_outbound_plane(parts: PlaneContext, device: DeviceMemory | None = None)
         settings=settings_from_config(parts.config),
         host_id=parts.host_id,
         clock=parts.clock,
-        device=device,
+        device=device if device is not None and device.writer_name else None,
     )
 
 

@@ -64,8 +64,10 @@ class InboundPlane(Protocol):
         """The node has a new incarnation: every open ticket is lost with StaleMessage."""
         ...
 
-    def choose_transport(self, writer_host_id: str) -> str:
-        """The transport for a writer on that host: as configured, or `shm` on the same host."""
+    def choose_transport(self, writer_host_id: str, writer_endpoint: str = "") -> str:
+        """The transport for a writer on that host, with the endpoint that its plane states.
+
+        As configured, or by `auto` the fastest that both ends can use."""
         ...
 
     def allocate_fence_byte(self) -> int:
@@ -104,7 +106,12 @@ class OutboundPlane(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """Empty: a writer dials and is never dialled."""
+        """What tells decode that a device writes; else empty: a writer is never dialled."""
+        ...
+
+    @property
+    def reads_device_memory(self) -> bool:
+        """Whether slabs are read where the engine computes, instead of in the host's arena."""
         ...
 
     def rejoin(self, incarnation: Incarnation) -> None:

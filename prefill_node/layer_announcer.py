@@ -27,6 +27,9 @@ class LayerAnnouncer:
 
     @property
     def blocks(self) -> Sequence[BlockIndex]:
+        """None, if the plane reads the device's own memory."""
+        if self.plane.reads_device_memory:
+            return ()
         return [block for completed in self.ranges for block in completed.blocks]
 
     def __call__(self, layer: int) -> None:

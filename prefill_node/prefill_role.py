@@ -150,7 +150,8 @@ class PrefillRole(BaseRole):
 
     def _announce_cached_blocks(self, cached: BlockRange) -> None:
         """Blocks before the first slice come from a cache: all their layers are complete."""
-        self._context.engine.save_blocks(cached.blocks).result()
+        saved = () if self._plane.reads_device_memory else cached.blocks
+        self._context.engine.save_blocks(saved).result()  # ends what is loaded, too
         for layer in range(self._layout.num_layers):
             self._plane.announce_layer(cached.key, layer, cached.first_block, cached.blocks)
 

@@ -75,20 +75,23 @@ class HostMemory:
     receives = True
 
     def __init__(
-        self, arena: memoryview, layout: KVLayout, folder: Path, segment: str, writer_name: str
+        self,
+        arena: memoryview,
+        num_blocks: int,
+        layout: KVLayout,
+        folder: Path,
+        segment: str,
+        writer_name: str,
     ) -> None:
-        """`arena` begins with the node's own `segment`."""
+        """`arena` begins with the node's own `segment`, of `num_blocks` blocks."""
         self.slabs = ArenaSlabs(arena, layout)
         self.stream = CompletionThread("host-device")
         self._layout = layout
         self._folder = folder
         self._segment = segment
         self.writer_name = writer_name
+        self.num_blocks = num_blocks
         self._space: BlockAddressSpace | None = None
-
-    @property
-    def num_blocks(self) -> int:
-        return self.slabs.num_blocks
 
     def export_arena(self) -> ArenaExport:
         return ArenaExport(

@@ -13,7 +13,9 @@ any of them.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,14 @@ from baton.types import BlockIndex, NodeName, Role, mint_id
 from decode_node.decode_role import DecodeRole
 from decode_node.default_limits import DECODE_LIMITS
 from kv_pool.client.factory import make_pool_client
+from kv_transfer.core.handoff_common import CUDA_IPC
+from kv_transfer.device.device_memory import DeviceMemory
+from kv_transfer.device.open_device import (
+    open_cuda_memory,
+    open_host_memory,
+    open_writer_process,
+)
+from kv_transfer.device.writer_process import WriterProcess
 from kv_transfer.factory import make_inbound_plane, make_outbound_plane
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand
@@ -103,19 +113,23 @@ async def run_node(
     name = NodeName(config.name or f"{role.value}-{mint_id(32)}")
     log.configure_logging(config.log_level, config.log_format, node=name)
     segments.remove_stale_segments(Path(config.segment_dir))
-    device = await asyncio.to_thread(resolve_device_type, config)
-    STARTUP.end_phase("engine_imports")
-    limits = choose_step_limits(config, role, device)
-    require_cache_memory(config, device)  # fail before a model is loaded
-    engine = await asyncio.to_thread(build_engine, config, device, limits)
-    STARTUP.end_phase("model")
-    constraints = make_constraint_factory(config, engine)
-    config = await with_advertised_address(config, stop)
-    if stop.is_set():
-        return
-    arena = await asyncio.to_thread(create_arena, config, device, limits, engine)
-    STARTUP.end_phase("arena")
-    try:
+    with ExitStack() as opened:
+        writer = open_writer(config)  # before torch opens files of the GPU
+        if writer is not None:
+            opened.callback(writer.close)
+        device = await asyncio.to_thread(resolve_device_type, config)
+        STARTUP.end_phase("engine_imports")
+        limits = choose_step_limits(config, role, device)
+        require_cache_memory(config, device)  # fail before a model is loaded
+        engine = await asyncio.to_thread(build_engine, config, device, limits)
+        STARTUP.end_phase("model")
+        constraints = make_constraint_factory(config, engine)
+        config = await with_advertised_address(config, stop)
+        if stop.is_set():
+            return
+        arena = await asyncio.to_thread(create_arena, config, device, limits, engine)
+        opened.callback(arena.close)
+        STARTUP.end_phase("arena")
         await asyncio.to_thread(warm_up_engine, engine, arena, limits.max_batched_tokens, stop)
         STARTUP.end_phase("warm_up")
         if stop.is_set():
@@ -123,13 +137,14 @@ async def run_node(
         measured = await asyncio.to_thread(measure_engine, engine, arena.num_blocks, limits, device)
         limits = choose_measured_limits(config, limits, measured)
         files = await asyncio.to_thread(load_model_files, config)
-        factories = role_factories or ROLE_FACTORIES
+        memory = await asyncio.to_thread(open_device_memory, config, device, engine, arena, writer)
+        if memory is not None:
+            opened.callback(memory.close)
+        factories = role_factories or make_role_factories(memory)
         node = assemble_node(
             config, limits, measured, role, name, engine, arena, constraints, files, factories
         )
         await node.run(stop)
-    finally:
-        arena.close()
 
 
 def assemble_node(
@@ -369,20 +384,64 @@ def connect_pool_client(
     return make_pool_client(arena.pool_space.build_client_context(config, name, host_id, engine))
 
 
-def make_prefill_role(context: RoleContext) -> RolePolicy:
+def open_writer(config: NodeConfig) -> WriterProcess | None:
+    """Prepare the proof that this process writes no more; before any call of CUDA."""
+    may_use_gpu = config.engine != "paced" and config.device != "cpu"
+    return open_writer_process(Path(config.segment_dir), config.transport, may_use_gpu=may_use_gpu)
+
+
+def open_device_memory(
+    config: NodeConfig,
+    device: DeviceType,
+    engine: Engine,
+    arena: HostArena,
+    writer: WriterProcess | None,
+) -> DeviceMemory | None:
+    """The memory that the engine computes in, for peers of this host; None if KV is staged.
+
+    Raises ConfigError if --transport cuda_ipc cannot be used.
+    """
+    folder = Path(config.segment_dir)
+    if writer is None:
+        return None
+    if device == "cpu":
+        if config.transport != CUDA_IPC:
+            return None
+        return open_host_memory(
+            arena.block_memory,
+            arena.num_blocks,
+            engine.layout,
+            folder,
+            arena.segment.name,
+            writer,
+        )
+    from node_engine.model.gpu.gpu_engine import GpuEngine  # imports triton
+
+    assert isinstance(engine, GpuEngine)
+    return open_cuda_memory(
+        engine.device_arena, arena.num_blocks, engine.layout, folder, config.transport, writer
+    )
+
+
+def make_prefill_role(context: RoleContext, memory: DeviceMemory | None = None) -> RolePolicy:
     """Raises ConfigError if the transfer plane cannot be built."""
-    return PrefillRole(context, make_outbound_plane(context))
+    return PrefillRole(context, make_outbound_plane(context, memory))
 
 
-def make_decode_role(context: RoleContext) -> RolePolicy:
+def make_decode_role(context: RoleContext, memory: DeviceMemory | None = None) -> RolePolicy:
     """Raises ConfigError if the transfer plane cannot be built."""
-    return DecodeRole(context, make_inbound_plane(context))
+    return DecodeRole(context, make_inbound_plane(context, memory))
 
 
-ROLE_FACTORIES: Mapping[Role, Callable[[RoleContext], RolePolicy]] = {
-    Role.PREFILL: make_prefill_role,
-    Role.DECODE: make_decode_role,
-}
+def make_role_factories(memory: DeviceMemory | None) -> Mapping[Role, RoleFactory]:
+    """What makes the roles of a node with this device memory."""
+    return {
+        Role.PREFILL: partial(make_prefill_role, memory=memory),
+        Role.DECODE: partial(make_decode_role, memory=memory),
+    }
+
+
+ROLE_FACTORIES = make_role_factories(None)
 
 
 def _check_ports(config: NodeConfig) -> None:

@@ -45,9 +45,13 @@ def make_host_pair(
     shape = (-1, layout.num_layers, layout.slab_bytes)
     writer = WriterProcess(folder)
     writer.publish(HOST_DEVICE, NO_DRIVER_FILE)
+    decode, prefill = (
+        HostMemory(memory, size // layout.block_bytes, layout, folder, arena.name, writer.name)
+        for memory, size in ((arena.view, target.nbytes), (source.data, source.nbytes))
+    )
     return DevicePair(
-        HostMemory(arena.view, layout, folder, arena.name, writer.name),
-        HostMemory(source.data, layout, folder, arena.name, writer.name),
+        decode,
+        prefill,
         target.reshape(shape),
         source.reshape(shape),
         writer,

@@ -67,7 +67,7 @@ class FakeInbound:
     def rejoin(self, incarnation: Incarnation) -> None:
         self.incarnation = incarnation
 
-    def choose_transport(self, writer_host_id: str) -> str:
+    def choose_transport(self, writer_host_id: str, writer_endpoint: str = "") -> str:
         return "memory"
 
     def allocate_fence_byte(self) -> int:
@@ -115,6 +115,8 @@ class FakeOutbound:
 
     def set_ticket(self, key: AttemptKey, ticket: Ticket) -> None:
         self.tickets[key] = ticket
+
+    reads_device_memory = False
 
     def announce_layer(
         self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]
