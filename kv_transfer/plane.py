@@ -64,10 +64,11 @@ class InboundPlane(Protocol):
         """The node has a new incarnation: every open ticket is lost with StaleMessage."""
         ...
 
-    def choose_transport(self, writer_host_id: str, writer_endpoint: str = "") -> str:
+    def choose_transport(self, writer_host_id: str, writer_endpoint: str | None = None) -> str:
         """The transport for a writer on that host, with the endpoint that its plane states.
 
-        As configured, or by `auto` the fastest that both ends can use."""
+        As configured; by `auto` and, if the endpoint is known, by `cuda_ipc`, the fastest one that
+        both ends can use."""
         ...
 
     def allocate_fence_byte(self) -> int:

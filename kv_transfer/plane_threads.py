@@ -336,15 +336,25 @@ class KVReceiver:
     def rejoin(self, incarnation: Incarnation) -> None:
         self._thread.post_command(lambda: self._loop.rejoin(incarnation))
 
-    def choose_transport(self, writer_host_id: str, writer_endpoint: str = "") -> str:
-        if self._settings.transport != "auto":
-            return self._settings.transport
-        if writer_host_id != self._host_id or self._fences is None:
-            return "zmq"
-        writer, landings = parse_writer(writer_endpoint), self._loop.landings
-        if writer and landings is not None and writer not in landings.unfit_writers:
+    def choose_transport(self, writer_host_id: str, writer_endpoint: str | None = None) -> str:
+        setting = self._settings.transport
+        if setting not in ("auto", CUDA_IPC) or (setting == CUDA_IPC and writer_endpoint is None):
+            return setting
+        is_same_host = writer_host_id == self._host_id and self._fences is not None
+        staging = "shm" if is_same_host else "zmq"
+        if writer_host_id in self._loop.unmappable_hosts:
+            staging = "zmq"
+        landings = self._loop.landings
+        if landings is None:
+            return staging
+        writer = parse_writer(writer_endpoint or "")
+        if not is_same_host:
+            landings.say_excluded(writer_host_id, "it is on another host")
+        elif not writer:
+            landings.say_excluded(writer_host_id, "it does not compute in device memory")
+        elif writer not in landings.unfit_writers:
             return CUDA_IPC
-        return "zmq" if writer_host_id in self._loop.unmappable_hosts else "shm"
+        return staging
 
     def allocate_fence_byte(self) -> int:
         return self._fences.allocate_byte() if self._fences is not None else 0

@@ -63,6 +63,7 @@ class DeviceLandings:
         """`post` runs a call on the plane's thread."""
         # Writers that cannot use this transport; read by any thread.
         self.unfit_writers: set[str] = set()
+        self._said: set[tuple[str, str]] = set()
         self._device = device
         self._proofs = proofs
         self._block_bytes = block_bytes
@@ -99,10 +100,16 @@ class DeviceLandings:
 
     def exclude_writer(self, name: str, error: BatonError) -> None:
         """Use another transport for this writer from now on; said once."""
-        if name and name not in self.unfit_writers:
+        if name:
             self.unfit_writers.add(name)
+            self.say_excluded(name, error.message)
+
+    def say_excluded(self, writer: str, reason: str) -> None:
+        """Say once why a writer does not write with its device. Any thread."""
+        if (writer, reason) not in self._said:
+            self._said.add((writer, reason))
             log.get_logger("transfer").warning(
-                "writer does not use cuda_ipc", writer=name, reason=error.message
+                "KV of this writer does not travel by cuda_ipc", writer=writer, reason=reason
             )
 
     # Open

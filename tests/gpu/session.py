@@ -31,6 +31,15 @@ def _pytest(*paths: str) -> tuple[str, ...]:
     return ("-m", "pytest", "-q", "-s", "-rs", "--durations=5", "-p", "no:cacheprovider", *paths)
 
 
+def _ttft(transport: str) -> tuple[str, ...]:
+    """TTFT of a colocated node and of one prefill and one decode node, one client at a time."""
+    return (
+        *("-m", "benchmarks", "gpu", "--only", "served", "--served-1p1d", "--seconds", "230"),
+        *("--rows", "128/32:1;2048/32:1", "--rounds", "3", "--vllm", ""),
+        *("--set", f"transport={transport}"),
+    )
+
+
 STAGES = (
     Stage("kernel", 90, _pytest("tests/gpu/test_slab_moves_on_gpu.py")),
     Stage("fencing", 170, _pytest("tests/gpu/test_fencing_on_gpu.py")),
@@ -39,6 +48,9 @@ STAGES = (
         120,
         _pytest("-p", "tests.gpu.cuda_pairs", "tests/contract", "-k", "cuda_ipc", "--maxfail=8"),
     ),
+    Stage("handoff", 240, _pytest("-x", "tests/gpu/test_handoff_on_gpu.py")),
+    Stage("ttft_ipc", 240, _ttft("auto")),
+    Stage("ttft_shm", 240, _ttft("shm")),
     Stage("copies", 90, ("-m", "benchmarks.device.peer_copies")),
 )
 

@@ -67,7 +67,7 @@ class FakeInbound:
     def rejoin(self, incarnation: Incarnation) -> None:
         self.incarnation = incarnation
 
-    def choose_transport(self, writer_host_id: str, writer_endpoint: str = "") -> str:
+    def choose_transport(self, writer_host_id: str, writer_endpoint: str | None = None) -> str:
         return "memory"
 
     def allocate_fence_byte(self) -> int:
