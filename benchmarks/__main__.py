@@ -26,6 +26,7 @@ BENCHMARK_MODULES = {
     "coordinator": "benchmarks.coordinator",
     "engine": "benchmarks.engine",
     "gpu": "benchmarks.gpu",
+    "granularity": "benchmarks.granularity",
     "interference": "benchmarks.interference",
     "kernels": "benchmarks.kernels",
     "links": "benchmarks.links",

@@ -41,8 +41,8 @@ from baton.types import (
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.factory import build_kv_receiver, build_kv_sender
+from kv_transfer.kv_receiver import KVReceiver
 from kv_transfer.plane import InboundSealed, OutboundAborted, OutboundCommitted, SealInfo
-from kv_transfer.plane_threads import KVReceiver
 
 HELP = "what the transfer plane moves between two processes, and what encryption costs"
 MESSAGE_BYTES = (1 << 18, 1 << 20)

@@ -18,8 +18,9 @@ from baton.types import Incarnation
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.events import InboundEvent, OutboundEvent
 from kv_transfer.device.device_memory import DeviceMemory
+from kv_transfer.kv_receiver import KVReceiver
+from kv_transfer.kv_sender import KVSender
 from kv_transfer.plane import InboundPlane, OutboundPlane
-from kv_transfer.plane_threads import KVReceiver, KVSender
 from kv_transfer.transports.registry import make_decode_link, make_dialers
 
 _RENEWALS_PER_TTL = 10  # how often a ticket is renewed within its time to live

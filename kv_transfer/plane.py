@@ -34,6 +34,7 @@ from kv_transfer.core.events import (
     OutboundEvent,
     SealInfo,
 )
+from kv_transfer.core.layer_groups import LinkCost
 
 __all__ = [
     "HandoffStats",
@@ -44,6 +45,7 @@ __all__ = [
     "InboundSealed",
     "InboundStarted",
     "LayerLanded",
+    "LinkCost",
     "OutboundAborted",
     "OutboundCommitted",
     "OutboundEvent",
@@ -129,12 +131,23 @@ class OutboundPlane(Protocol):
         """The destination is known: send slabs that are ready. Unknown keys are only counted."""
         ...
 
-    def announce_layer(
-        self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]
-    ) -> None:
-        """One layer of the logical blocks from `first` on is final in the blocks `source`.
+    @property
+    def link_cost(self) -> LinkCost:
+        """What the link that was used last takes for a message."""
+        ...
 
-        Called from the forward pass, between layers: it only enqueues."""
+    def announce_layer(
+        self,
+        key: AttemptKey,
+        layer: int,
+        first: int,
+        source: Sequence[BlockIndex],
+        num_layers: int = 1,
+    ) -> None:
+        """Layers from `layer` on of the logical blocks from `first` on are final in `source`.
+
+        Called from the forward pass, between layers: it only enqueues. Layers that are announced
+        together travel together, as far as a message can carry them."""
         ...
 
     def seal_handoff(self, key: AttemptKey, info: SealInfo) -> None:

@@ -28,7 +28,6 @@ from kv_transfer.core.inbound_handoff import (
     InboundState,
 )
 from kv_transfer.core.lease_table import LeaseTable
-from kv_transfer.device.device_fence import DeviceTicketFence, WriterProofs
 from kv_transfer.device.device_landing import DeviceLanding, DeviceLandings
 from kv_transfer.device.device_memory import DeviceMemory, QueuedWork
 from kv_transfer.transports.links import DecodeLink, LinkMessage, Pollable
@@ -86,7 +85,7 @@ class ReceiverLoop:
     def _make_landings(self, device: DeviceMemory) -> DeviceLandings:
         return DeviceLandings(
             device,
-            WriterProofs(self._settings.segment_folder, device.driver_file),
+            self._settings.segment_folder,
             self._shape.num_layers * self._shape.slab_bytes,
             lambda command: self.post_command(command),
             self._apply_to_route,
@@ -110,10 +109,9 @@ class ReceiverLoop:
         granted = self._granted[ticket.id] = _GrantedTicket(machine)
         if queued_steps is not None:
             assert self._fences is not None
-            fence = DeviceTicketFence(self._fences, ticket.fence_byte)
-            machine.try_fence = fence.try_fence
+            assert self.landings is not None
             machine.credit_bytes = self._settings.device_credit_bytes
-            granted.landing = DeviceLanding(machine, fence, queued_steps)
+            granted.landing = self.landings.make_landing(machine, self._fences, queued_steps)
         self.counters["granted"] += 1
         self._update_timer(machine)
         if ticket.decode_peer.incarnation != self._incarnation:

@@ -6,39 +6,24 @@ Everything here runs on the plane's thread.
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import assert_never
 
-from baton.errors import (
-    BatonError,
-    HandoffFailed,
-    PeerUnreachable,
-    StaleMessage,
-    UnmappableSegment,
-)
-from baton.kv.blocks import KVLayout
+from baton.errors import BatonError, HandoffFailed, PeerUnreachable, StaleMessage
 from baton.process.clock import Clock
 from baton.process.failpoints import FailpointAction, Failpoints
 from baton.types import AttemptKey, Incarnation, Ticket, TicketId
-from kv_transfer.arena.slab_copier import SlabCopier, finish_payload, flip_first_bit
+from kv_transfer.arena.slab_copier import flip_first_bit
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.core.events import LayerLanded, OutboundAborted, OutboundCommitted, OutboundEvent
-from kv_transfer.core.handoff_common import (
-    CUDA_IPC,
-    NEVER,
-    ArenaShape,
-    IgnoredInput,
-    is_one_sided,
-)
+from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
+from kv_transfer.core.layer_groups import BusyPeriod, LinkCost, LinkCostEstimator
 from kv_transfer.core.outbound_handoff import TERMINAL_STATES, OutboundHandoff, OutboundOutput
-from kv_transfer.core.send_queue import OutgoingWrite, SendSettings
+from kv_transfer.core.send_queue import OutgoingWrite
 from kv_transfer.core.writer_lock import NoLock, WriterLock
-from kv_transfer.device.device_fence import DeviceTicketLock
-from kv_transfer.device.device_memory import DeviceFailed, DeviceMemory
-from kv_transfer.device.device_peers import DevicePeer, DevicePeers, DeviceWriter
+from kv_transfer.slab_writers import SlabWriters, WritePath, WrittenSlabs
 from kv_transfer.transports.links import LinkLoss, PeerKey, PeerLink, PeerLinks, Pollable
-from kv_transfer.transports.shm_arena import PeerArena, PeerArenas, TicketLock
 
 _WRITES_PER_TURN = 4  # messages written per hand-off before links and commands get their turn again
 _FRAMES_PER_TURN = 64  # frames handled per link before writing gets its turn again
@@ -57,10 +42,9 @@ class LayerWaiter:
 class _ActiveHandoff:
     machine: OutboundHandoff
     peer_key: PeerKey | None = None  # known with the ticket
-    peer_arena: PeerArena | None = None  # mapped, if this process writes to it itself
-    device_peer: DevicePeer | None = None  # opened, if its device does
-    device_lock: DeviceTicketLock | None = None
+    path: WritePath | None = None  # known with the ticket, if this node can write under it
     waiters: list[LayerWaiter] = field(default_factory=list)
+    busy_period: BusyPeriod | None = None  # None: nothing is on its way
 
 
 class SenderLoop:
@@ -69,8 +53,8 @@ class SenderLoop:
     def __init__(
         self,
         *,
-        copier: SlabCopier,
-        layout: KVLayout,
+        writers: SlabWriters,
+        shape: ArenaShape,
         links: PeerLinks,
         host_id: str,
         settings: TransferSettings,
@@ -78,42 +62,24 @@ class SenderLoop:
         emit: Callable[[OutboundEvent], None],
         clock: Clock,
         failpoints: Failpoints,
-        device: DeviceMemory | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()  # read by any thread
-        self._copier = copier
-        self._shape = ArenaShape(layout.num_layers, layout.num_kv_heads, layout.slab_bytes)
+        self._writers = writers
+        self._shape = shape
         self._links = links
-        self._arenas = PeerArenas(settings.segment_folder, layout)
         self._host_id = host_id
         self._settings = settings
         self._incarnation = incarnation
         self._emit = emit
         self._clock = clock
         self._failpoints = failpoints
-        self._send_settings = SendSettings(
-            max_payload_bytes=settings.max_payload_bytes,
-            layers_per_message=settings.layers_per_message,
-            window_bytes=settings.credit_bytes,
-            renew_interval=settings.renew_interval,
-            answer_timeout=settings.progress_timeout,
-        )
-        # Runs a command on this thread; called from threads of the device.
-        self.post_command: Callable[[Callable[[], None]], bool] = lambda _: False
-        self._writer_process = "" if device is None else device.writer_name
-        self._device = (
-            None
-            if device is None
-            else DeviceWriter(
-                device,
-                DevicePeers(device, settings.segment_folder, layout),
-                layout.block_bytes,
-                lambda command: self.post_command(command),
-            )
-        )
+        self._send_settings = settings.make_send_settings()
         self._handoffs: dict[AttemptKey, _ActiveHandoff] = {}
         self._keys_by_ticket: dict[TicketId, AttemptKey] = {}
         self._has_more_work = False
+        # Of the link that was used last; read by any thread.
+        self.link_cost = LinkCost(max_payload_bytes=settings.max_payload_bytes)
+        self._link_costs: dict[str, LinkCostEstimator] = {}  # by transport
 
     # commands of the node
 
@@ -128,7 +94,7 @@ class SenderLoop:
             blocks,
             self._send_settings,
             self._host_id,
-            self._writer_process,
+            self._writers.writer_process,
         )
         self._handoffs[key] = _ActiveHandoff(machine)
         self.counters["opened"] += 1
@@ -147,7 +113,9 @@ class SenderLoop:
         handoff.peer_key = (endpoint, ticket.decode_peer.incarnation)
         self._close_stale_links(handoff.peer_key)
         try:
-            self._set_machine_ticket(handoff, ticket, self._writer_lock(handoff, ticket))
+            handoff.path = self._writers.open_path(ticket)
+            machine.settings = handoff.path.settings
+            self._set_machine_ticket(handoff, ticket, handoff.path.lock)
         except HandoffFailed as error:  # the Abort tells decode why; it may offer another transport
             self._set_machine_ticket(handoff, ticket, NoLock())
             self._apply_outputs(handoff, machine.abort(error))
@@ -159,29 +127,6 @@ class SenderLoop:
         if handoff.machine.ticket is not None:  # the machine has taken it
             self._keys_by_ticket[ticket.id] = handoff.machine.key
         self._apply_outputs(handoff, outputs)
-
-    def _writer_lock(self, handoff: _ActiveHandoff, ticket: Ticket) -> WriterLock:
-        """The lock that a writer under this ticket needs. Raises UnmappableSegment."""
-        if ticket.transport == CUDA_IPC:
-            return self._device_lock(handoff, ticket)
-        if self._device is not None:  # which copies one layer at a time to host memory
-            handoff.machine.settings = replace(self._send_settings, layers_per_message=1)
-        if not is_one_sided(ticket.transport):
-            return NoLock()
-        handoff.peer_arena = self._arenas.get(ticket)
-        return TicketLock(handoff.peer_arena, ticket)
-
-    def _device_lock(self, handoff: _ActiveHandoff, ticket: Ticket) -> WriterLock:
-        if self._device is None:
-            raise UnmappableSegment("this node does not compute in device memory")
-        handoff.device_peer = peer = self._device.peers.get(ticket)
-        handoff.machine.settings = replace(
-            self._send_settings,
-            max_payload_bytes=self._settings.device_payload_bytes,
-            window_bytes=self._settings.device_credit_bytes,
-        )
-        handoff.device_lock = DeviceTicketLock(peer.fences, ticket.fence_byte)
-        return handoff.device_lock
 
     def apply_input(
         self, key: AttemptKey, call: Callable[[OutboundHandoff], list[OutboundOutput]]
@@ -209,7 +154,7 @@ class SenderLoop:
         for peer, _ in self._links.items():
             if peer[1] == decode:
                 self._links.close_link(peer)
-        self._unmap_peer(decode)
+        self._writers.unmap_peer(decode)
 
     def rejoin(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
@@ -247,19 +192,11 @@ class SenderLoop:
         self._abort_all(HandoffFailed("the transfer plane is closing"))
 
     def is_drained(self) -> bool:
-        is_device_idle = self._device is None or self._device.num_in_flight == 0
-        return is_device_idle and self._links.has_no_unacked_aborts()
+        return self._writers.is_idle and self._links.has_no_unacked_aborts()
 
     def close(self) -> None:
         self._links.close()
-        self._arenas.close()
-        if self._device is not None:
-            self._device.peers.close()
-
-    def _unmap_peer(self, decode: Incarnation) -> None:
-        self._arenas.unmap_peer(decode)
-        if self._device is not None:
-            self._device.peers.unmap_peer(decode)
+        self._writers.close()
 
     # links
 
@@ -292,6 +229,19 @@ class SenderLoop:
             return
         handoff = self._handoffs[key]
         self._apply_outputs(handoff, handoff.machine.on_frame(frame, self._clock()))
+        self._end_busy_period(handoff)
+
+    def _end_busy_period(self, handoff: _ActiveHandoff) -> None:
+        """Learn what the link takes, once all that was sent has landed."""
+        machine, period = handoff.machine, handoff.busy_period
+        if period is None or machine.unacked_bytes or machine.ticket is None:
+            return
+        handoff.busy_period = None
+        estimator = self._link_costs.setdefault(
+            machine.ticket.transport, LinkCostEstimator(machine.settings.max_payload_bytes)
+        )
+        estimator.observe_busy_period(period, machine.last_landed_at)
+        self.link_cost = estimator.cost
 
     def _tick(self, handoff: _ActiveHandoff, now: float) -> None:
         if now < handoff.machine.deadline:
@@ -319,13 +269,11 @@ class SenderLoop:
         for handoff in list(self._handoffs.values()):
             if handoff.peer_key == peer:
                 self._apply_outputs(handoff, handoff.machine.on_link_lost(loss.error, loss.was_up))
-        writers = (
-            handoff
+        if not any(
+            handoff.peer_key == peer and handoff.path is not None and not handoff.path.is_inline
             for handoff in self._handoffs.values()
-            if handoff.peer_arena or handoff.device_peer
-        )
-        if not any(handoff.peer_key == peer for handoff in writers):
-            self._unmap_peer(peer[1])
+        ):
+            self._writers.unmap_peer(peer[1])
 
     # writing
 
@@ -334,92 +282,54 @@ class SenderLoop:
         link = self._links.get(handoff.peer_key) if handoff.peer_key is not None else None
         if link is not None and link.is_full:
             return False
+        started = self._clock()
         write, outputs = handoff.machine.begin_write()
         self._apply_outputs(handoff, outputs)
         if write is None:
             return False
+        path, ticket = handoff.path, handoff.machine.ticket
+        assert path is not None
+        assert ticket is not None
+        size = write.slab_range.num_slabs * self._shape.slab_bytes
+        period = handoff.busy_period or BusyPeriod(started)
+        handoff.busy_period = period.with_message(size)
         try:
             action = self._failpoints.hit("transfer.write.before")
-            if self._device is not None:
-                self._start_device_write(self._device, handoff, write, action)
-                return True
-            payload, checksum = self._copier.read_slabs(write, action)
         except HandoffFailed as error:
             self._apply_outputs(handoff, handoff.machine.fail_write(error))
             return True
-        self._finish_write(handoff, write, checksum, payload, action)
+        self._writers.start_write(
+            path,
+            ticket,
+            write,
+            action,
+            lambda result: self._end_write(handoff, write, action, result),
+        )
         return True
 
-    def _start_device_write(
-        self,
-        device: DeviceWriter,
-        handoff: _ActiveHandoff,
-        write: OutgoingWrite,
-        action: FailpointAction | None,
-    ) -> None:
-        """Queue a write that the device does, or the copy to host memory of one that it does not.
-
-        Raises DeviceFailed."""
-        ticket, peer = handoff.machine.ticket, handoff.device_peer
-        assert ticket is not None
-
-        def end_write(result: int | DeviceFailed) -> None:
-            if isinstance(result, DeviceFailed):
-                self._fail_device_write(handoff, result)
-            else:
-                self._finish_write(handoff, write, result, None, action)
-
-        def end_read(result: memoryview | DeviceFailed) -> None:
-            if isinstance(result, DeviceFailed):
-                self._fail_device_write(handoff, result)
-                return
-            payload, checksum = finish_payload(result, action)
-            self._finish_write(handoff, write, checksum, payload, action)
-
-        if peer is None:
-            device.start_read(write, end_read)
-            return
-        try:
-            device.start_write(
-                peer, ticket, write, end_write, corrupt=action is FailpointAction.CORRUPT
-            )
-        except DeviceFailed:
-            self._abandon_lock(handoff)
-            raise
-
-    def _fail_device_write(self, handoff: _ActiveHandoff, error: DeviceFailed) -> None:
-        self._abandon_lock(handoff)
-        self._apply_outputs(handoff, handoff.machine.fail_write(error))
-
-    def _abandon_lock(self, handoff: _ActiveHandoff) -> None:
-        """The device failed: decode gets the blocks when this process has ended."""
-        if handoff.device_lock is not None:
-            handoff.device_lock.is_abandoned = True
-
-    def _finish_write(
+    def _end_write(
         self,
         handoff: _ActiveHandoff,
         write: OutgoingWrite,
-        checksum: int,
-        payload: memoryview | None,  # None: the device has written it
         action: FailpointAction | None,
+        result: WrittenSlabs | HandoffFailed,
     ) -> None:
-        """The slabs were read, and a device's have landed: copy or send the others."""
-        try:
-            if handoff.peer_arena is not None and payload is not None:
-                assert handoff.machine.ticket is not None
-                handoff.peer_arena.copier.write_slabs(
-                    handoff.machine.ticket, write.slab_range, payload
-                )
-            self._failpoints.hit("transfer.write.after")
-        except HandoffFailed as error:
-            self._apply_outputs(handoff, handoff.machine.fail_write(error))
+        """The source blocks of a write were read, or could not be."""
+        if not isinstance(result, HandoffFailed):
+            try:
+                self._failpoints.hit("transfer.write.after")
+            except HandoffFailed as error:
+                result = error
+        if isinstance(result, HandoffFailed):
+            self._apply_outputs(handoff, handoff.machine.fail_write(result))
             return
+        self.counters["messages_written"] += 1
         self.counters["bytes_written"] += write.slab_range.num_slabs * self._shape.slab_bytes
         self.counters["slabs_written"] += write.slab_range.num_slabs
-        is_inline = handoff.peer_arena is None and handoff.device_peer is None
-        outputs = handoff.machine.finish_write(write, checksum, is_inline, self._clock())
-        self._apply_outputs(handoff, outputs, payload if is_inline else None, action)
+        outputs = handoff.machine.finish_write(
+            write, result.checksum, result.payload is not None, self._clock()
+        )
+        self._apply_outputs(handoff, outputs, result.payload, action)
 
     # outputs
 

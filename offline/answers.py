@@ -15,7 +15,7 @@ def parse_completion(
     for choice in answer["choices"]:
         logprobs = None
         if params.logprobs is not None:
-            logprobs = list(_completion_positions(choice["logprobs"], params.logprobs))
+            logprobs = list(_completion_positions(choice["logprobs"]))
         outputs.append(_build_output(choice, choice["text"], logprobs))
     first = answer["choices"][0]
     return _build_request_output(answer, prompt_text, first, outputs)
@@ -37,38 +37,30 @@ def parse_chat(answer: Mapping[str, Any]) -> RequestOutput:
     return _build_request_output(answer, None, answer, outputs)
 
 
-def _completion_positions(
-    logprobs: Mapping[str, Any], num_alternatives: int
-) -> Iterator[LogprobsAtPosition]:
-    for token, text, logprob, top, ids in zip(
+def _completion_positions(logprobs: Mapping[str, Any]) -> Iterator[LogprobsAtPosition]:
+    for token, text, logprob, top in zip(
         logprobs["token_ids"],
         logprobs["tokens"],
         logprobs["token_logprobs"],
-        logprobs["top_logprobs"],
-        logprobs["top_token_ids"],
+        logprobs["top_tokens"],
         strict=True,
     ):
-        likeliest = [
-            (other, *entry)
-            for other, entry in zip(ids[:num_alternatives], top.items(), strict=False)
-        ]
-        yield _build_position(token, text, logprob, likeliest)
+        yield _build_position(token, text, logprob, top)
 
 
 def _chat_position(entry: Mapping[str, Any]) -> LogprobsAtPosition:
-    likeliest = [
-        (other["token_id"], other["token"], other["logprob"]) for other in entry["top_logprobs"]
-    ]
-    return _build_position(entry["token_id"], entry["token"], entry["logprob"], likeliest)
+    return _build_position(
+        entry["token_id"], entry["token"], entry["logprob"], entry["top_logprobs"]
+    )
 
 
 def _build_position(
-    token: int, text: str, logprob: float, likeliest: Sequence[tuple[int, str, float]]
+    token: int, text: str, logprob: float, likeliest: Sequence[Mapping[str, Any]]
 ) -> LogprobsAtPosition:
-    """`likeliest` are (token id, text, log probability), best first."""
+    """`likeliest` are objects with token_id, token and logprob, best first."""
     position = {token: Logprob(logprob, None, text)}
-    for rank, (other, other_text, other_logprob) in enumerate(likeliest, 1):
-        position[other] = Logprob(other_logprob, rank, other_text)
+    for rank, other in enumerate(likeliest, 1):
+        position[other["token_id"]] = Logprob(other["logprob"], rank, other["token"])
     return position
 
 

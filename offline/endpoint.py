@@ -92,9 +92,9 @@ class Endpoint:
         self._retry_seconds = retry_seconds
         self._clock = clock
         self._free_slots = asyncio.Semaphore(max_in_flight)
-        # A request was given up, and none was answered since: each is sent once, so that many
-        # requests are not given up one after the other.
-        self._has_given_up = False
+        # When a request was given up last; None if one was answered since. Requests that have
+        # waited since before are sent once, so that they are not given up one after the other.
+        self._given_up_at: float | None = None
         headers = {"content-type": "application/json", "accept": "application/json"}
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
@@ -131,13 +131,15 @@ class Endpoint:
 
         Raises EndpointUnavailable, or DeadlineExceeded if there is no answer in time.
         """
+        submitted_at = self._clock()
         async with self._free_slots:
-            return await self._send_until_answered("POST", path, body)
+            return await self._send_until_answered("POST", path, submitted_at, body)
 
     async def fetch_max_model_len(self) -> int:
         """Return the most tokens that prompt and output may have. Raises BatonError."""
+        submitted_at = self._clock()
         async with self._free_slots:
-            answer = await self._send_until_answered("GET", _MODELS)
+            answer = await self._send_until_answered("GET", _MODELS, submitted_at)
         if answer.error is not None:
             raise answer.error
         try:
@@ -146,7 +148,7 @@ class Endpoint:
             raise BatonError(f"{self._url} does not say how long its model's context is") from None
 
     async def _send_until_answered(
-        self, method: str, path: str, body: bytes | None = None
+        self, method: str, path: str, submitted_at: float, body: bytes | None = None
     ) -> EndpointAnswer:
         give_up_at: float | None = None
         tries = failed_tries = 0
@@ -164,15 +166,15 @@ class Endpoint:
             if answer is not None:
                 failed_tries += isinstance(answer.error, NodeFailed | HandoffFailed)
                 if answer.status not in _RETRIED_STATUS or failed_tries >= _MAX_FAILED_TRIES:
-                    self._has_given_up = False
+                    self._given_up_at = None
                     return answer
             now = self._clock()
             give_up_at = now + self._retry_seconds if give_up_at is None else give_up_at
             pause = _choose_pause(tries, answer.retry_after if answer else None)
-            if self._has_given_up:
+            if self._given_up_at is not None and submitted_at < self._given_up_at:
                 raise self._unavailable(reason)
             if now + pause > give_up_at:
-                self._has_given_up = True
+                self._given_up_at = now
                 raise self._unavailable(f"{reason}, tried for {self._retry_seconds:g} s")
             tries += 1
             await asyncio.sleep(pause)

@@ -52,7 +52,8 @@ class LLM:
 
         At most `max_in_flight` prompts are generated at once. Of a cluster, each answer may take
         `timeout` seconds, and a refused request is tried again for `retry_timeout` seconds.
-        `settings` are those of a node, such as dtype="float32" or kv_memory="4GiB".
+        `settings` are those of a node, such as dtype="float32" or kv_memory="4GiB", and the
+        parsers of conversations, `tool_call_parser` and `reasoning_parser`.
 
         Raises ConfigError for a setting or a model that cannot be used, and EndpointUnavailable.
         """
@@ -93,6 +94,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
@@ -100,6 +102,8 @@ class LLM:
         listed = list_conversations(messages)
         params = pair_with_prompts(sampling_params, len(listed))
         template: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        if continue_final_message:
+            template["continue_final_message"] = True
         if tools is not None:
             template["tools"] = list(tools)
         if chat_template_kwargs is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import structlog
 
 from baton.config.common import MemberConfig
+from baton.config.coordinator_config import CoordinatorConfig
 from baton.config.node_config import NodeConfig
 from baton.config.resolve import resolve_config, select_settings
 from baton.errors import ConfigError
@@ -22,6 +23,10 @@ _CLUSTER_SETTINGS = (
     {each.name for each in dataclasses.fields(MemberConfig)}
     - {"segment_dir", "log_level", "log_format"}
 ) | {"pool", "pool_patience", "pool_publish_rate", "nodes_per_gpu"}
+
+
+# Of a coordinator's settings, those that say how requests are read and answered.
+_REQUEST_SETTINGS = ("tool_call_parser", "reasoning_parser")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ async def _open_cluster(url: str, options: EndpointOptions) -> Endpoint:
 def _open_engine(
     thread: EventLoopThread, model: str, options: EndpointOptions, settings: Mapping[str, object]
 ) -> Endpoint:
-    config = resolve_engine_settings(model, settings)
+    config, requests = resolve_engine_settings(model, settings)
     if not structlog.is_configured():  # else the program has logging of its own
         log.configure_logging(config.log_level, config.log_format)
     from offline.in_process.assemble import load_engine, start_server  # imports torch
@@ -94,7 +99,9 @@ def _open_engine(
 
     async def start() -> Endpoint:
         return Endpoint(
-            _IN_PROCESS_URL, transport=await start_server(loaded), **dataclasses.asdict(options)
+            _IN_PROCESS_URL,
+            transport=await start_server(loaded, requests),
+            **dataclasses.asdict(options),
         )
 
     try:
@@ -106,13 +113,18 @@ def _open_engine(
 
 def list_engine_settings() -> list[str]:
     """Return the names of the settings of an engine in this process, and `model`."""
-    return [
-        each.name for each in dataclasses.fields(NodeConfig) if each.name not in _CLUSTER_SETTINGS
-    ]
+    names = [each.name for each in dataclasses.fields(NodeConfig)]
+    return [name for name in names if name not in _CLUSTER_SETTINGS] + list(_REQUEST_SETTINGS)
 
 
-def resolve_engine_settings(model: str, settings: Mapping[str, object]) -> NodeConfig:
-    """Return the settings of an engine: `settings`, then BATON_* variables. Raises ConfigError."""
+def resolve_engine_settings(
+    model: str, settings: Mapping[str, object]
+) -> tuple[NodeConfig, CoordinatorConfig]:
+    """Return the settings of an engine, and of how its requests are handled.
+
+    They come from `settings`, then from BATON_* variables. Of a coordinator only those that
+    `list_engine_settings` names are used. Raises ConfigError.
+    """
     known = list_engine_settings()
     for name in settings:
         if name not in known:
@@ -120,8 +132,9 @@ def resolve_engine_settings(model: str, settings: Mapping[str, object]) -> NodeC
             hint = f"did you mean {alike[0]}?" if alike else "docs/python-api.md lists them"
             raise ConfigError(f"there is no setting {name!r} of an engine: {hint}", param=name)
     given = {"log_level": "warning", **settings, "model": model}
-    config = select_settings(resolve_config(given, source="argument"), NodeConfig)
-    return dataclasses.replace(config, pool="")
+    config = resolve_config(given, source="argument")
+    node = dataclasses.replace(select_settings(config, NodeConfig), pool="")
+    return node, select_settings(config, CoordinatorConfig)
 
 
 def _check_options(options: EndpointOptions) -> None:

@@ -1,12 +1,15 @@
-"""Announces to the transfer plane which blocks a step completes, layer by layer."""
+"""Announces to the transfer plane which blocks a step completes, by groups of layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import HandoffFailed
+from baton.process.clock import Clock
 from baton.process.failpoints import FAILPOINTS, failpoint
 from baton.types import AttemptKey, BlockIndex
 from kv_transfer.plane import OutboundPlane
+
+_HOLD_FAILPOINT = "prefill.layer.landed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +21,18 @@ class BlockRange:
     blocks: tuple[BlockIndex, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LayerAnnouncer:
-    """A LayerCallback for one step: after each layer its blocks may be sent."""
+    """A LayerCallback for one step: after each group of layers its blocks may be sent."""
 
     plane: OutboundPlane
     ranges: Sequence[BlockRange]
+    num_layers: int
+    group_layers: int  # layers of a group; the last group may have fewer
+    clock: Clock
+    slowed_seconds: float = 0.0  # by all that the step waits for because of hand-offs
+    num_announced: int = 0  # layers
+    num_groups: int = 0  # announced
 
     @property
     def blocks(self) -> Sequence[BlockIndex]:
@@ -33,17 +42,32 @@ class LayerAnnouncer:
         return [block for completed in self.ranges for block in completed.blocks]
 
     def __call__(self, layer: int) -> None:
-        self._announce_layer(layer)
+        started = self.clock()
+        self._complete_layer(layer)
         self._hold_until_landed(layer)
+        self.slowed_seconds += self.clock() - started
 
     @failpoint("prefill.layer")
-    def _announce_layer(self, layer: int) -> None:
+    def _complete_layer(self, layer: int) -> None:
+        computed = layer + 1
+        if (
+            computed - self.num_announced >= self.group_layers
+            or computed == self.num_layers
+            or _HOLD_FAILPOINT in FAILPOINTS.armed
+        ):
+            self._announce_group(computed)
+
+    def _announce_group(self, computed: int) -> None:
+        first, self.num_announced = self.num_announced, computed
+        self.num_groups += 1
         for completed in self.ranges:
-            self.plane.announce_layer(completed.key, layer, completed.first_block, completed.blocks)
+            self.plane.announce_layer(
+                completed.key, first, completed.first_block, completed.blocks, computed - first
+            )
 
     def _hold_until_landed(self, layer: int) -> None:
         """For tests: the failpoint `prefill.layer.landed` holds the next layer."""
-        timeout = FAILPOINTS.get_argument("prefill.layer.landed")
+        timeout = FAILPOINTS.get_argument(_HOLD_FAILPOINT)
         if timeout is None:
             return
         for completed in self.ranges:

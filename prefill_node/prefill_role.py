@@ -2,7 +2,7 @@
 
     PrefillOrder       -> `open_handoff`, then the scheduler: chunks, unticketed until the ticket
     TicketOrder        -> `set_ticket`, on the event loop: it need not wait for the forward pass
-    each computed layer -> `announce_layer`: the plane sends it while the next layer is computed
+    computed layers     -> `announce_layer`: the plane sends them while the next ones are computed
     first token        -> `seal_handoff`; if it ends the request, the answer and no hand-off
     OutboundCommitted  -> source blocks released, HandedOff reported (success)
     OutboundAborted, cancel, failed step, requeue -> blocks released, AttemptFailed reported
@@ -52,11 +52,11 @@ from node_engine.core.sequences.outcomes import (
     TokenEmitted,
 )
 from node_engine.core.sequences.sequence import Sequence, handoff_owner_label
-from node_engine.core.step.engine import LayerCallback
-from node_engine.core.step.step_batch import SequenceId, StepBatch
+from node_engine.core.step.step_batch import SequenceId, SequenceSlice, StepBatch
 from node_engine.roles.base_role import BaseRole
 from node_engine.roles.role_policy import RoleContext
 from prefill_node.layer_announcer import BlockRange, LayerAnnouncer
+from prefill_node.step_announcements import StepAnnouncements
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +69,8 @@ class _PrefillAttempt:
     pool_pins: list[RefCountedPin] = field(default_factory=list)  # of pool blocks among them
     compute_seconds: float = 0.0  # duration of the steps that it took part in
     share_seconds: float = 0.0  # of these, in proportion to its tokens
+    slowed_seconds: float = 0.0  # of `compute_seconds`, spent because of hand-offs
+    group_layers: int = 0  # that its last step announced together
     computed_tokens: int = 0
     cached_tokens: int = 0
     is_over: bool = False  # its end is reported, or the coordinator has ended it
@@ -90,10 +92,16 @@ class PrefillRole(BaseRole):
         self._aborted_early: dict[AttemptKey, BatonError] = {}  # before their PrefillOrder
         # Attempts of the step in progress with their tokens in it.
         self._step_attempts: dict[SequenceId, _PrefillAttempt] = {}
+        self._announcements = StepAnnouncements(
+            plane, self._layout, context.config.layers_per_message, context.clock
+        )
 
     @property
     def num_held_attempts(self) -> int:
         return len(self._attempts)
+
+    def counters(self) -> dict[str, float]:
+        return super().counters() | self._announcements.counters()
 
     # on the event loop
 
@@ -132,9 +140,10 @@ class PrefillRole(BaseRole):
     def _on_joined(self, incarnation: Incarnation) -> None:
         """`preview_command` has told the plane."""
 
-    def before_step(self, batch: StepBatch) -> LayerCallback | None:
+    def before_step(self, batch: StepBatch) -> LayerAnnouncer | None:
         self._step_attempts = {}
         completed: list[BlockRange] = []
+        clock, slowed_seconds = self._context.clock, 0.0
         for slice_ in batch.slices:
             sequence = self._scheduler.sequences_in_flight[slice_.sequence_id]
             attempt = self._attempts[sequence.key]
@@ -144,23 +153,35 @@ class PrefillRole(BaseRole):
             first = slice_.start // self._layout.block_size
             last = self._layout.count_blocks(slice_.start + len(slice_.token_ids))
             if first > len(attempt.pinned_blocks):
+                started = clock()
                 self._announce_cached_blocks(self._pin_blocks(attempt, sequence, first))
+                slowed_seconds += clock() - started
             completed.append(self._pin_blocks(attempt, sequence, last))
-        return LayerAnnouncer(self._plane, completed) if completed else None
+        tokens_left = min(map(self._count_tokens_left, batch.slices), default=0)
+        return self._announcements.begin_step(batch, completed, tokens_left, slowed_seconds)
+
+    def _count_tokens_left(self, slice_: SequenceSlice) -> int:
+        """Tokens of the slice's context that are left to compute after its step."""
+        sequence = self._scheduler.sequences_in_flight[slice_.sequence_id]
+        return max(0, sequence.context_len - slice_.start - len(slice_.token_ids))
 
     def _announce_cached_blocks(self, cached: BlockRange) -> None:
         """Blocks before the first slice come from a cache: all their layers are complete."""
         saved = () if self._plane.reads_device_memory else cached.blocks
         self._context.engine.save_blocks(saved).result()  # ends what is loaded, too
-        for layer in range(self._layout.num_layers):
-            self._plane.announce_layer(cached.key, layer, cached.first_block, cached.blocks)
+        self._plane.announce_layer(
+            cached.key, 0, cached.first_block, cached.blocks, self._layout.num_layers
+        )
 
     def after_step(
         self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float
     ) -> None:
+        announced = self._announcements.end_step(batch, seconds)
         for slice_ in batch.slices:
             attempt, tokens = self._step_attempts[slice_.sequence_id], len(slice_.token_ids)
             attempt.compute_seconds += seconds
+            attempt.slowed_seconds += announced.slowed_seconds
+            attempt.group_layers = announced.group_layers
             attempt.share_seconds += seconds * tokens / batch.num_tokens
             attempt.computed_tokens += tokens
         self.deliver_outcomes(outcomes)
@@ -341,6 +362,8 @@ def _build_handoff_report(attempt: _PrefillAttempt, stats: HandoffStats) -> Hand
         slabs=stats.slabs_sent,
         slabs_landed_before_last_layer=stats.slabs_landed_before_last_layer,
         compute_seconds=attempt.compute_seconds,
+        slowed_seconds=attempt.slowed_seconds,
+        group_layers=attempt.group_layers,
         exposed_seconds=stats.exposed_seconds,
         commit_seconds=stats.commit_seconds,
         computed_tokens=attempt.computed_tokens,

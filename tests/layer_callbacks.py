@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from baton.types import BlockIndex
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FunctionCallback:
     """A LayerCallback that calls a function."""
 
     function: Callable[[int], object]
     blocks: Sequence[BlockIndex] = ()
+    slowed_seconds: float = 0.0
 
     def __call__(self, layer: int) -> None:
         self.function(layer)

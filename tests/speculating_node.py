@@ -1,6 +1,7 @@
 """A scheduler over an engine with a model, with speculative decoding or without."""
 
 import random
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ class SpeculatingNode:
     num_blocks: int = 128
     outcomes: list[SequenceOutcome] = field(default_factory=list)
     batches: list[StepBatch] = field(default_factory=list)
+    # Set when a sequence that was kept out of steps may join them, see ConstraintFactory.
+    mask_computed: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self._arena = bytearray(self.num_blocks * self.engine.layout.block_bytes)
@@ -46,8 +49,10 @@ class SpeculatingNode:
     ) -> None:
         for work in works:
             self.scheduler.add_sequence(work, self.root, constraint=constraints.get(work.key))
-        while self.step():
-            pass
+        while len(self.scheduler.sequences):
+            self.mask_computed.clear()
+            if not self.step():
+                assert self.mask_computed.wait(60), "sequences wait, but not for a mask"
         assert self.pool.ownership.count_blocks(BlockState.IN_USE) == 0
 
     def step(self) -> bool:

@@ -78,6 +78,8 @@ def handoff_report_to_pb(report: HandoffReport) -> common_pb2.HandoffReport:
         commit_seconds=report.commit_seconds,
         computed_tokens=report.computed_tokens,
         cached_tokens=report.cached_tokens,
+        slowed_seconds=report.slowed_seconds,
+        group_layers=report.group_layers,
     )
 
 
@@ -92,6 +94,8 @@ def handoff_report_from_pb(message: common_pb2.HandoffReport) -> HandoffReport:
         commit_seconds=check_seconds(message.commit_seconds),
         computed_tokens=message.computed_tokens,
         cached_tokens=message.cached_tokens,
+        slowed_seconds=check_seconds(message.slowed_seconds),
+        group_layers=message.group_layers,
     )
 
 

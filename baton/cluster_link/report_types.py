@@ -19,6 +19,8 @@ class HandoffReport:
     commit_seconds: float = 0.0  # last slab landed to commit
     computed_tokens: int = 0  # of the prompt, by the prefill node
     cached_tokens: int = 0  # of the prompt, from its cache or the shared pool
+    slowed_seconds: float = 0.0  # of `compute_seconds`, spent because of hand-offs
+    group_layers: int = 0  # that the last step of the prompt handed over together
 
 
 @dataclass(frozen=True, slots=True)

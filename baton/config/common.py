@@ -128,7 +128,8 @@ class MemberConfig(ProcessConfig):
         ),
     ] = "auto"
     layers_per_message: Annotated[
-        NonNegativeInt, help_text("Layers in one transfer message; 0 adapts")
+        NonNegativeInt,
+        help_text("Layers handed over together; 0 adapts to measured layer and link times"),
     ] = 0
     ticket_ttl: Annotated[Seconds, help_text("Seconds a ticket lives without renewal")] = 10.0
     progress_timeout: Annotated[

@@ -73,7 +73,7 @@ class Timeline(_message.Message):
     def __init__(self, queue: _Optional[float] = ..., reserve: _Optional[float] = ..., prefill: _Optional[float] = ..., transfer: _Optional[float] = ..., first_token: _Optional[float] = ..., ttft: _Optional[float] = ..., total: _Optional[float] = ..., attempts: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., handoff: _Optional[_Union[HandoffReport, _Mapping]] = ..., models: _Optional[_Iterable[str]] = ..., grammar: _Optional[float] = ...) -> None: ...
 
 class HandoffReport(_message.Message):
-    __slots__ = ("transport", "bytes", "slabs", "slabs_landed_before_last_layer", "compute_seconds", "exposed_seconds", "commit_seconds", "computed_tokens", "cached_tokens")
+    __slots__ = ("transport", "bytes", "slabs", "slabs_landed_before_last_layer", "compute_seconds", "exposed_seconds", "commit_seconds", "computed_tokens", "cached_tokens", "slowed_seconds", "group_layers")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SLABS_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,8 @@ class HandoffReport(_message.Message):
     COMMIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SLOWED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_LAYERS_FIELD_NUMBER: _ClassVar[int]
     transport: str
     bytes: int
     slabs: int
@@ -92,7 +94,9 @@ class HandoffReport(_message.Message):
     commit_seconds: float
     computed_tokens: int
     cached_tokens: int
-    def __init__(self, transport: _Optional[str] = ..., bytes: _Optional[int] = ..., slabs: _Optional[int] = ..., slabs_landed_before_last_layer: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exposed_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    slowed_seconds: float
+    group_layers: int
+    def __init__(self, transport: _Optional[str] = ..., bytes: _Optional[int] = ..., slabs: _Optional[int] = ..., slabs_landed_before_last_layer: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exposed_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., slowed_seconds: _Optional[float] = ..., group_layers: _Optional[int] = ...) -> None: ...
 
 class Ledger(_message.Message):
     __slots__ = ("node", "incarnation", "total", "free", "cached", "reserved", "writing", "in_use", "quarantined", "owners")

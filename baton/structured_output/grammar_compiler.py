@@ -54,16 +54,13 @@ def load_grammar_tokenizer(
     `vocab_size` is that of the model, whose logits may have more entries than the tokenizer.
     Without `eos_token_ids` it is the tokenizer's own. Holds Python's lock. Raises ConfigError.
     """
+    end_tokens = list(eos_token_ids) or None
     try:
         text = file.read_text()
-        known = LLTokenizer(text)
-        if not eos_token_ids and vocab_size <= known.vocab_size:
-            return known
-        return LLTokenizer(
-            text,
-            n_vocab=max(vocab_size, known.vocab_size),
-            eos_token=list(eos_token_ids or known.eos_tokens),
-        )
+        try:
+            return LLTokenizer(text, n_vocab=vocab_size or None, eos_token=end_tokens)
+        except ValueError:  # few models have a tokenizer with more tokens than they have logits
+            return LLTokenizer(text, eos_token=end_tokens)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read for structured output ({error})") from None
 

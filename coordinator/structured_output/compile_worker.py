@@ -149,12 +149,14 @@ def _follow_path(matcher: LLMatcher, choose_token: Callable[[int], int]) -> str:
 
 
 @dataclass(slots=True)
-class _Child:
+class Child:
+    """A process that runs one job. Times are of the monotonic clock, in seconds."""
+
     job: CompileJob
     pid: int
     started: float
     deadline: float
-    reply: bytearray
+    reply: bytearray  # what was read of it so far
 
 
 class CompileWorker:
@@ -163,7 +165,7 @@ class CompileWorker:
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
         self._selector = selectors.DefaultSelector()
-        self._children: dict[int, _Child] = {}  # by the file descriptor of their reply
+        self._children: dict[int, Child] = {}  # by the file descriptor of their reply
 
     def run(self) -> None:
         """Serve until standard input ends."""
@@ -179,24 +181,30 @@ class CompileWorker:
                 elif read:
                     buffer += read
                     for body in split_frames(buffer):
-                        self._start_job(msgspec.msgpack.decode(body, type=CompileJob))
+                        self.start_job(msgspec.msgpack.decode(body, type=CompileJob))
                 else:
                     return
-            self._end_late_jobs()
+            self.end_late_jobs()
 
     def close(self) -> None:
         for child in self._children.values():
             with suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
 
-    def _start_job(self, job: CompileJob) -> None:
+    @property
+    def children(self) -> tuple["Child", ...]:
+        """The processes that run jobs."""
+        return tuple(self._children.values())
+
+    def start_job(self, job: CompileJob) -> None:
+        """Fork a process for a job."""
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             _run_job(self._tokenizer, job, writer)
         os.close(writer)
         now = time.monotonic()
-        self._children[reader] = _Child(job, pid, now, now + job.timeout_seconds, bytearray())
+        self._children[reader] = Child(job, pid, now, now + job.timeout_seconds, bytearray())
         self._selector.register(reader, selectors.EVENT_READ)
 
     def _on_reply(self, reader: int, read: bytes) -> None:
@@ -205,7 +213,8 @@ class CompileWorker:
         if not read:
             self._end_job(reader)
 
-    def _end_late_jobs(self) -> None:
+    def end_late_jobs(self) -> None:
+        """Kill the processes whose time is over."""
         now = time.monotonic()
         for reader, child in tuple(self._children.items()):
             if now >= child.deadline:
@@ -216,14 +225,17 @@ class CompileWorker:
         """Write the verdict of a child that has ended: its own, or why it has none."""
         child = self._children.pop(reader)
         self._selector.unregister(reader)
-        os.close(reader)
         _, status, usage = os.wait4(child.pid, 0)
+        # It may have replied and ended by itself after the last read, just before it was killed.
+        while data := os.read(reader, 1 << 16):
+            child.reply += data
+        os.close(reader)
         seconds = time.monotonic() - child.started
         verdict = judge_end(child.job, status, seconds, usage.ru_utime + usage.ru_stime)
         for body in split_frames(child.reply):
             own = msgspec.msgpack.decode(body, type=Verdict)
             verdict = Verdict(own.id, own.error, own.text, seconds)
-        _write_all(1, encode_frame(verdict))
+        write_all(1, encode_frame(verdict))
 
 
 def judge_end(job: CompileJob, status: int, seconds: float, cpu_seconds: float) -> Verdict:
@@ -258,7 +270,7 @@ def _run_job(tokenizer: LLTokenizer, job: CompileJob, writer: int) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         grammar = StructuredOutput(GrammarKind(job.kind), job.text)
         error, text = judge_grammar(tokenizer, grammar)
-        _write_all(writer, encode_frame(Verdict(job.id, error, text)))
+        write_all(writer, encode_frame(Verdict(job.id, error, text)))
         code = 0
     finally:
         os._exit(code)
@@ -269,7 +281,7 @@ def _address_space_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -279,9 +291,9 @@ def main() -> None:
     try:
         tokenizer = load_grammar_tokenizer(Path(sys.argv[1]))
     except BatonError as error:
-        _write_all(1, encode_frame(Verdict(0, error.message)))
+        write_all(1, encode_frame(Verdict(0, error.message)))
         return
-    _write_all(1, encode_frame(Verdict(0)))
+    write_all(1, encode_frame(Verdict(0)))
     os.nice(_NICENESS)
     worker = CompileWorker(tokenizer)
     try:

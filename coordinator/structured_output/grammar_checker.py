@@ -298,5 +298,7 @@ class _WorkerClient:
             for reply in self._replies.values():
                 if not reply.done():
                     reply.set_exception(EOFError("the process has ended"))
+            with suppress(ProcessLookupError):  # it lives on if this task was cancelled
+                process.kill()
             await process.wait()
             _log.debug("grammar worker ended", code=process.returncode)

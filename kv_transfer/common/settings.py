@@ -6,6 +6,7 @@ from pathlib import Path
 from baton.network.connection_limits import PortLimit, compute_port_limit
 from baton.process.descriptors import get_descriptor_limit
 from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
+from kv_transfer.core.send_queue import SendSettings
 
 MIB = 1 << 20
 
@@ -35,6 +36,16 @@ class TransferSettings:
     close_timeout: float = 1.0  # how long a side waits at close for its aborts to be acknowledged
     # Connections of one host to decode's transfer socket; 0: half of those that it may hold.
     max_connections_per_address: int = 0
+
+    def make_send_settings(self) -> SendSettings:
+        """How the hand-offs of a sender are cut into messages."""
+        return SendSettings(
+            max_payload_bytes=self.max_payload_bytes,
+            layers_per_message=self.layers_per_message,
+            window_bytes=self.credit_bytes,
+            renew_interval=self.renew_interval,
+            answer_timeout=self.progress_timeout,
+        )
 
     def port_limit(self) -> PortLimit:
         """How many connections decode's transfer socket may hold, by this process's descriptors."""

@@ -7,10 +7,20 @@ import msgspec
 
 from baton.errors import PeerUnreachable, UnmappableSegment
 from baton.kv.blocks import KVLayout
+from baton.shared_memory.fence import ArenaFences
 from baton.shared_memory.segment import DEVICE_SUFFIX, open_peer_segment
-from kv_transfer.device.device_memory import ArenaExport
+from kv_transfer.device.device_memory import ArenaExport, DeviceMemory
 
 _MAX_EXPORT_BYTES = 4096
+
+
+def export_device(device: DeviceMemory | None, fences: ArenaFences | None) -> Path | None:
+    """Let peers open the arena of a node's device. Returns the file. Raises UnmappableSegment."""
+    if device is None:
+        return None
+    if fences is None:
+        raise ValueError("device memory behind an arena that is not a segment")
+    return write_export(fences.segment_path, device.export_arena())
 
 
 def write_export(segment_path: Path, export: ArenaExport) -> Path:

@@ -6,11 +6,11 @@ so that a copy is one launch.
 """
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
@@ -120,14 +120,13 @@ class CudaMemory:
         """Compile the kernel for the shapes of hand-offs. Takes seconds the first time."""
         for layer in range(min(2, self._layout.num_layers)):
             for layers in {1, min(2, self._layout.num_layers - layer)}:
-                ended = [threading.Event(), threading.Event()]
                 slab_range = SlabRange(layer, layers, 0, 1)
-                self.check_slabs(slab_range, [0], lambda _, end=ended[0]: end.set())
-                self.copy_slabs(
-                    slab_range, [0], [0], self._words, lambda _, end=ended[1]: end.set()
-                )
-                for end in ended:
-                    end.wait()
+                done: SimpleQueue[int | DeviceFailed] = SimpleQueue()
+                self.check_slabs(slab_range, [0], done.put)
+                self.copy_slabs(slab_range, [0], [0], self._words, done.put)
+                for result in (done.get(), done.get()):
+                    if isinstance(result, DeviceFailed):
+                        raise result
 
     # DeviceMemory
 

@@ -8,17 +8,20 @@ blocks.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from baton.errors import BatonError, HandoffFailed, IncompleteTransfer, UnmappableSegment
 from baton.process import log
 from baton.process.clock import Clock
 from baton.process.failpoints import FailpointAction, Failpoints
+from baton.shared_memory.fence import ArenaFences
 from baton.types import Ticket, TicketId
 from kv_transfer.core import frames
 from kv_transfer.core.handoff_common import NEVER
 from kv_transfer.core.inbound_handoff import InboundHandoff, InboundOutput, InboundState
 from kv_transfer.device.device_fence import DeviceTicketFence, WriterProofs
 from kv_transfer.device.device_memory import DeviceFailed, DeviceMemory, QueuedWork
+from kv_transfer.device.writer_process import parse_writer
 
 _MAX_WAITING_FRAMES = 4096  # of one ticket: a hand-off has fewer
 _POLL_SECONDS = 0.001  # between two looks at the steps that a Credit waits for
@@ -52,7 +55,7 @@ class DeviceLandings:
     def __init__(
         self,
         device: DeviceMemory,
-        proofs: WriterProofs,
+        folder: Path,
         block_bytes: int,
         post: Callable[[Callable[[], None]], bool],
         apply_outputs: ApplyOutputs,
@@ -65,7 +68,7 @@ class DeviceLandings:
         self.unfit_writers: set[str] = set()
         self._said: set[tuple[str, str]] = set()
         self._device = device
-        self._proofs = proofs
+        self._proofs = WriterProofs(folder, device.driver_file)
         self._block_bytes = block_bytes
         self._post = post
         self._apply = apply_outputs
@@ -73,6 +76,14 @@ class DeviceLandings:
         self._clock = clock
         self._failpoints = failpoints
         self._waiting_opens: dict[TicketId, DeviceLanding] = {}
+
+    def make_landing(
+        self, machine: InboundHandoff, fences: ArenaFences, queued_steps: QueuedWork
+    ) -> DeviceLanding:
+        """The state of a new ticket, whose machine is fenced by it from now on."""
+        fence = DeviceTicketFence(fences, machine.ticket.fence_byte)
+        machine.try_fence = fence.try_fence
+        return DeviceLanding(machine, fence, queued_steps)
 
     @property
     def deadline(self) -> float:
@@ -103,6 +114,17 @@ class DeviceLandings:
         if name:
             self.unfit_writers.add(name)
             self.say_excluded(name, error.message)
+
+    def can_write(self, is_same_host: bool, endpoint: str) -> bool:
+        """Whether the writer with this endpoint may write to this node's device. Any thread.
+
+        If not, the reason is said once."""
+        writer = parse_writer(endpoint)
+        if not is_same_host:
+            self.say_excluded(endpoint, "it is on another host")
+        elif not writer:
+            self.say_excluded(endpoint, "it does not compute in device memory")
+        return is_same_host and bool(writer) and writer not in self.unfit_writers
 
     def say_excluded(self, writer: str, reason: str) -> None:
         """Say once why a writer does not write with its device. Any thread."""

@@ -4,6 +4,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -32,15 +33,17 @@ class BatchOutput:
             raise ConfigError(f"{path} cannot be opened: {error.strerror}") from None
         try:
             self._complete_bytes = self._lock_file()
+            _sync_folder(path.parent)
         except BaseException:
             os.close(self._fd)
             raise
+        self._synced_bytes = self._complete_bytes  # that the disk has, and all of earlier runs
         self._is_torn = False  # the file ends with a part of a line
 
     def read_answers(self) -> Iterator[tuple[int, AnswerKey]]:
         """Yield the number and the key of each line. A last line that is torn is removed.
 
-        Raises ConfigError for a line that is no answer.
+        Raises ConfigError for a line that is no answer, and OutputFailed.
         """
         complete_bytes = 0
         with open(self._path, "rb") as file:
@@ -55,8 +58,9 @@ class BatchOutput:
                         " the output, or remove the line"
                     ) from None
                 complete_bytes += len(line)
-        self._complete_bytes = complete_bytes
+        self._complete_bytes = self._synced_bytes = complete_bytes
         self._cut_torn_line()
+        self.sync()  # an earlier run may have been killed before it did
 
     def append(self, line: bytes) -> None:
         """Write a line as a whole or not at all. Raises OutputFailed."""
@@ -74,12 +78,36 @@ class BatchOutput:
             ) from None
         self._complete_bytes += len(line)
 
-    def close(self) -> None:
-        """Bring the answers to the disk and close the file."""
+    def sync(self) -> None:
+        """Bring the lines to the disk. May be called on any thread. Raises OutputFailed."""
+        complete_bytes = self._complete_bytes
         try:
             os.fsync(self._fd)
         except OSError as error:
-            raise OutputFailed(f"{self._path} cannot be written: {error.strerror}") from None
+            raise OutputFailed(
+                f"{self._path} cannot be brought to the disk ({error.strerror}): when that is"
+                " mended, run the same command again, which goes on where this one ends"
+            ) from None
+        self._synced_bytes = complete_bytes
+
+    def cut_unsynced_lines(self) -> None:
+        """Remove lines of this run that the disk may lack, after `sync` has failed.
+
+
+        The kernel reports such a failure once, and then takes them for written. Raises
+        OutputFailed.
+        """
+        self._complete_bytes = self._synced_bytes
+        self._cut_torn_line()
+
+    def close(self) -> None:
+        """Bring the answers to the disk and close the file. Raises OutputFailed."""
+        try:
+            try:
+                self.sync()
+            except OutputFailed:
+                self.cut_unsynced_lines()
+                raise
         finally:
             os.close(self._fd)
 
@@ -114,3 +142,13 @@ class BatchOutput:
         except OSError as error:  # the next start removes it
             raise OutputFailed(f"{self._path} cannot be cut: {error.strerror}") from None
         self._is_torn = False
+
+
+def _sync_folder(path: Path) -> None:
+    """Bring the entry of a new file to the disk, where the file system can."""
+    with suppress(OSError):
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

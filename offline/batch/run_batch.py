@@ -6,8 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError, DeadlineExceeded
+from offline.batch.answer_writer import AnswerWriter, WrittenAnswer
 from offline.batch.batch_input import BatchInput
-from offline.batch.batch_lines import BadLine, count_tokens, encode_answer, encode_error
+from offline.batch.batch_lines import (
+    BadLine,
+    BatchRequest,
+    count_tokens,
+    encode_answer,
+    encode_error,
+)
 from offline.batch.batch_output import BatchOutput
 from offline.endpoint import Endpoint
 
@@ -18,7 +25,7 @@ class BatchCounts:
 
     num_requests: int  # in the whole input
     answered_before: int = 0  # by earlier runs
-    answered: int = 0  # by this one
+    answered: int = 0  # by this one, and on the disk
     failed: int = 0  # of both, bad lines and answers with another status than 200
 
 
@@ -60,35 +67,43 @@ async def answer_requests(
 ) -> None:
     """Answer what is not answered yet; `advance` is called with the tokens of each answer.
 
-    An answer that was not written when this ends is asked for again in the next run. Raises
-    EndpointUnavailable, OutputFailed, and NodeFailed if the engine in this process has failed.
+    Answers are counted once the disk has them. One that was not written when this ends is asked
+    for again in the next run. Raises EndpointUnavailable, OutputFailed, and NodeFailed if the
+    engine in this process has failed.
     """
     waiting = requests.iter_unanswered()
 
-    def write_line(line: bytes, tokens: int, *, is_error: bool) -> None:
-        output.append(line)
+    def count_answer(answer: WrittenAnswer) -> None:
         counts.answered += 1
-        counts.failed += is_error
-        advance(tokens)
+        counts.failed += answer.is_failure
+        advance(answer.num_tokens)
+
+    writer = AnswerWriter(output, count_answer)
 
     async def work() -> None:
         for request in waiting:  # each worker takes the next one
-            if isinstance(request, BadLine):
-                line = encode_error(request.number, request.custom_id, request)
-                write_line(line, 0, is_error=True)
-                continue
-            try:
-                answer = await endpoint.post(request.path, request.body)
-            except DeadlineExceeded as error:
-                line = encode_error(request.number, request.custom_id, error)
-                write_line(line, 0, is_error=True)
-            else:
-                line, tokens = encode_answer(request, answer), count_tokens(answer)
-                write_line(line, tokens, is_error=answer.status != 200)
+            await writer.append(*await _answer_request(request, endpoint))
 
     try:
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(max_in_flight):
-                workers.create_task(work())
-    except ExceptionGroup as group:  # the first error has ended the other workers
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(writer.run())
+            workers = [tasks.create_task(work()) for _ in range(max_in_flight)]
+            await asyncio.wait(workers)
+            writer.finish()
+    except ExceptionGroup as group:  # the first error has ended the other tasks
         raise group.exceptions[0] from None
+
+
+async def _answer_request(
+    request: BatchRequest | BadLine, endpoint: Endpoint
+) -> tuple[bytes, WrittenAnswer]:
+    """Return the line of the answer. Raises EndpointUnavailable and NodeFailed."""
+    failure = WrittenAnswer(0, is_failure=True)
+    if isinstance(request, BadLine):
+        return encode_error(request.number, request.custom_id, request), failure
+    try:
+        answer = await endpoint.post(request.path, request.body)
+    except DeadlineExceeded as error:
+        return encode_error(request.number, request.custom_id, error), failure
+    written = WrittenAnswer(count_tokens(answer), is_failure=answer.status != 200)
+    return encode_answer(request, answer), written

@@ -27,10 +27,11 @@ from baton.structured_output.tokenizer_file import find_tokenizer_file
 from baton.types import Incarnation, NodeName, Role, mint_id
 from coordinator.frontend.auth import ClientAuthenticator
 from coordinator.frontend.http.app import build_app
+from coordinator.frontend.output_parsing import OutputParserSettings
 from coordinator.frontend.request import RejectionCounter
 from coordinator.frontend.request_intake import RequestIntake
 from coordinator.node_links.dispatcher import Dispatcher
-from coordinator.structured_output.grammar_checker import GrammarChecker
+from coordinator.structured_output.grammar_checker import VERDICTS_PER_GRAMMAR, GrammarChecker
 from coordinator.text.text_workers import TextWorkers
 from coordinator.text.tokenizer_loader import load_tokenizer
 from decode_node.decode_role import DecodeRole
@@ -111,8 +112,11 @@ def load_engine(config: NodeConfig) -> WarmEngine:
     return WarmEngine(config, engine, arena, limits, measured, constraints)
 
 
-async def start_server(loaded: WarmEngine) -> InProcessServer:
-    """Start to serve on the running event loop. Raises ConfigError for a bad tokenizer."""
+async def start_server(loaded: WarmEngine, requests: CoordinatorConfig) -> InProcessServer:
+    """Start to serve on the running event loop, with the output parsers of `requests`.
+
+    Raises ConfigError for a bad tokenizer.
+    """
     config = _coordinator_config(loaded.config)
     dispatcher, workers = Dispatcher(config), TextWorkers()
     # Grammars are compiled in a process of their own first, as in a cluster: one that takes too
@@ -120,7 +124,7 @@ async def start_server(loaded: WarmEngine) -> InProcessServer:
     grammar_checker = GrammarChecker(
         find_tokenizer_file(config.model, config.engine),
         timeout_seconds=loaded.config.grammar_timeout,
-        max_entries=loaded.config.grammar_cache,
+        max_entries=loaded.config.grammar_cache * VERDICTS_PER_GRAMMAR,
     )
     tokenizer = asyncio.get_running_loop().create_future()
     tokenizer.set_result(await load_tokenizer(config.model, config.engine, workers))
@@ -131,6 +135,7 @@ async def start_server(loaded: WarmEngine) -> InProcessServer:
         max_timeout_seconds=config.request_timeout,
         rejections=RejectionCounter(lambda error, tenant_class: None),
         defaults=_generation_defaults(config),
+        output_parsers=OutputParserSettings(requests.tool_call_parser, requests.reasoning_parser),
         workers=workers,
         check_grammar=grammar_checker.check_grammar,
     )
@@ -144,7 +149,7 @@ def _join_node(loaded: WarmEngine, dispatcher: Dispatcher, server: InProcessServ
     """Start the compute thread, and make its node the one member of the dispatcher's cluster."""
     config, engine, arena = loaded.config, loaded.engine, loaded.arena
     inbox: ComputeInbox[NodeCommand | object] = ComputeInbox()
-    link = LocalLink(dispatcher, asyncio.get_running_loop())
+    link = LocalLink(dispatcher, asyncio.get_running_loop(), server.on_scheduling_failed)
     reporter = CoordinatorReporter(_NAME, link.send_report)
     scheduler = make_scheduler(config, loaded.limits, loaded.measured_steps, engine, arena)
     host_id = segments.compute_host_id(Path(config.segment_dir))

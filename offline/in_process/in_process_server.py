@@ -37,6 +37,7 @@ class InProcessServer(httpx2.ASGITransport):
         self._arena = arena
         self._loop = asyncio.get_running_loop()
         self._failure: NodeFailed | None = None
+        self._failed: asyncio.Future[None] = self._loop.create_future()
         super().__init__(_no_application)
 
     def state(self) -> tuple[bool, str]:
@@ -44,17 +45,27 @@ class InProcessServer(httpx2.ASGITransport):
 
     def on_node_failed(self, error: BaseException) -> None:
         """End all requests: the compute thread has failed. Called on that thread."""
-        failure = NodeFailed(f"the engine failed: {type(error).__name__}: make a new LLM")
-        self._loop.call_soon_threadsafe(self._end_requests, failure)
+        self._loop.call_soon_threadsafe(self._end_requests, "engine", error)
+
+    def on_scheduling_failed(self, error: Exception) -> None:
+        """End all requests: what a report of the node says could not be carried out."""
+        self._end_requests("scheduling", error)
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Answer one request. Raises NodeFailed if the engine has failed."""
+        """Answer one request. Raises NodeFailed if the engine or its scheduling has failed.
+
+        That does not wait for the dispatcher to end the request: it may be what has failed.
+        """
         if self._failure is not None:
             raise self._failure
-        response = await super().handle_async_request(request)
-        if self._failure is not None:
-            raise self._failure
-        return response
+        answering = asyncio.ensure_future(super().handle_async_request(request))
+        try:
+            await asyncio.wait((answering, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            if self._failure is not None:
+                raise self._failure
+            return answering.result()
+        finally:
+            answering.cancel()
 
     async def aclose(self) -> None:
         """End all requests, then the threads, and free the cache.
@@ -73,15 +84,21 @@ class InProcessServer(httpx2.ASGITransport):
         self._workers.close()
         self._arena.close()
 
-    def _end_requests(self, failure: NodeFailed) -> None:
-        self._failure = failure
+    def _end_requests(self, part: str, error: BaseException) -> None:
+        """Raise an error in all requests, and abort what is computed for them."""
+        if self._failure is not None:
+            return
+        self._failure = failure = NodeFailed(
+            f"the {part} failed: {type(error).__name__}: make a new LLM"
+        )
+        self._failed.set_result(None)
         dispatcher = self._dispatcher
-        for incarnation in list(dispatcher.node_connections):
-            dispatcher.remove_member(incarnation, failure)
         for request in dispatcher.brain.list_active_requests():
             dispatcher.apply_effects(
                 dispatcher.brain.cancel_request(request, failure, dispatcher.clock())
             )
+        for incarnation in list(dispatcher.node_connections):
+            dispatcher.remove_member(incarnation, failure)
 
 
 async def _no_application(scope: object, receive: object, send: object) -> None:

@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from baton.cluster_link.messages import Heartbeat, LedgerReport, LinkControl, NodeOrder, NodeReport
 from baton.cluster_link.report_types import NodeStats
+from baton.process import log
 from baton.types import Incarnation
 from coordinator.node_links.dispatcher import Dispatcher
 from node_engine.host.compute_thread import ComputeThread
@@ -16,9 +17,20 @@ HEARTBEAT_SECONDS = 1.0
 class LocalLink:
     """A NodeConnection: orders go to the compute thread at once, reports to the event loop."""
 
-    def __init__(self, dispatcher: Dispatcher, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        loop: asyncio.AbstractEventLoop,
+        on_failed: Callable[[Exception], None],
+    ) -> None:
+        """`on_failed` is called on the loop when the dispatcher fails to handle a report.
+
+        Reports after that one are ignored.
+        """
         self._dispatcher = dispatcher
         self._loop = loop
+        self._on_failed = on_failed
+        self._has_failed = False
         self._compute_thread: ComputeThread | None = None
 
     def connect(self, compute_thread: ComputeThread) -> None:
@@ -28,7 +40,7 @@ class LocalLink:
     def send_report(self, report: NodeReport | LedgerReport, sender: Incarnation) -> None:
         """Pass on a report of the node. Called on the compute thread."""
         if not isinstance(report, LedgerReport):
-            self._loop.call_soon_threadsafe(self._dispatcher.receive_report, sender, report)
+            self._loop.call_soon_threadsafe(self._deliver_report, sender, report)
 
     async def send_heartbeats(
         self, build_stats: Callable[[], NodeStats], sender: Incarnation
@@ -39,7 +51,7 @@ class LocalLink:
         """
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            self._dispatcher.receive_report(sender, Heartbeat(build_stats()))
+            self._deliver_report(sender, Heartbeat(build_stats()))
 
     def send_order(self, order: NodeOrder | LinkControl) -> None:
         if self._compute_thread is not None and isinstance(order, NodeOrder):
@@ -47,3 +59,15 @@ class LocalLink:
 
     def close(self) -> None:
         self._compute_thread = None
+
+    def _deliver_report(self, sender: Incarnation, report: NodeReport) -> None:
+        if self._has_failed:
+            return
+        try:
+            self._dispatcher.receive_report(sender, report)
+        except Exception as error:  # a bug; in a cluster it ends the node's stream
+            self._has_failed = True
+            log.get_logger("dispatcher").error(
+                "report could not be handled", **log.get_error_fields(error)
+            )
+            self._on_failed(error)

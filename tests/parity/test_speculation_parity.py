@@ -5,6 +5,7 @@ native engine computes the same bits in any batch and chunk, so its tokens and l
 equal for every sampling parameter and dtype.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from baton.types import AttemptSpec, GrammarKind, SamplingParams, StructuredOutp
 from kv_kernels.native.native_library import NativeLibrary, load_library
 from node_engine.model.common.base_engine import BaseEngine
 from node_engine.model.model_loader import load_model_engine
+from node_engine.structured_output import grammar_state
 from node_engine.structured_output.constraint_factory import ConstraintFactory
 from tests.models import VOCAB_SIZE, FamilyName, build_model, find_stable_prompts
 from tests.models import load_reference_model as load_reference
@@ -176,7 +178,12 @@ def test_a_tiny_cache_preempts_and_nothing_changes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
-def test_a_grammar_holds_at_every_drafted_position(kernels: str, folder: Path) -> None:
+@pytest.mark.parametrize("has_slow_masks", [False, True])
+def test_a_grammar_holds_at_every_drafted_position(
+    kernels: str, has_slow_masks: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a loaded machine any mask may be slow: nothing is drafted after it.
+    monkeypatch.setattr(grammar_state, "SLOW_MASK_SECONDS", -1.0 if has_slow_masks else math.inf)
     model = build_model("llama", folder, eos_token_id=0)
     engine = load_engine(model, kernels)
     factory = ConstraintFactory(
@@ -198,6 +205,7 @@ def test_a_grammar_holds_at_every_drafted_position(kernels: str, folder: Path) -
 
     def run_constrained(max_draft_tokens: int) -> tuple[SpeculatingNode, list[list[TokenEvent]]]:
         node = SpeculatingNode(engine, max_draft_tokens)
+        factory.set_awaited_mask_callback(node.mask_computed.set)
         node.run_works(works, {work.key: factory.make_constraint(work) for work in works})
         assert node.list_failed() == {}
         return node, [node.list_events(work) for work in works]
@@ -206,6 +214,10 @@ def test_a_grammar_holds_at_every_drafted_position(kernels: str, folder: Path) -
     node, speculated = run_constrained(5)
     assert speculated == plain
     assert all(each[-1].finish_reason is not None for each in plain)
+    if has_slow_masks:
+        assert node.count_drafts("accepted") == 0
+        factory.close()
+        return
     assert node.count_drafts("accepted") > 20, "the elements recur"
     with knowing_proposers(list_contexts(works, plain), 0.2):
         node, speculated = run_constrained(8)

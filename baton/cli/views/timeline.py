@@ -45,12 +45,18 @@ def _placement_line(timeline: Timeline) -> str:
     return f"prefill: {prefill_node}   decode: {timeline.decode_node or 'none'}{attempts}"
 
 
+def _format_group(layers: int) -> str:
+    return "" if not layers else f"{layers} layer{'s' if layers > 1 else ''} at once, "
+
+
 def format_handoff(report: HandoffReport) -> str:
     return (
         f"hand-off: {report.bytes / 1e6:.2f} MB over {report.transport} in {report.slabs} slabs, "
+        f"{_format_group(report.group_layers)}"
         f"{early_arrival_share(report):.0%} landed before the last layer was computed\n"
         f"          computed {report.computed_tokens} tokens "
         f"in {report.compute_seconds * 1e3:.1f} ms, "
+        f"slowed by {report.slowed_seconds * 1e3:.1f} ms, "
         f"exposed {report.exposed_seconds * 1e3:.1f} ms, "
         f"commit {report.commit_seconds * 1e3:.1f} ms"
     )

@@ -227,7 +227,11 @@ RESPONSE_FIELDS = {
     "decoded_token": "Its text",
     "stop_reason": "The text or the one of stop_token_ids that ended the answer; else absent",
     "token_id": "If return_token_ids asks for it",
-    "top_token_ids": "If return_token_ids asks for them, in the order of top_logprobs",
+    "top_tokens": (
+        "If return_token_ids asks for them: the likeliest in each place, best first, also those of "
+        "the same text, of which top_logprobs has one"
+    ),
+    "TopToken.token_id": "Its id",
     "tokens": "The text of each token",
     "token_logprobs": (
         "Natural logarithms; null for the first token of a prompt. -9999 for a probability of 0"

@@ -1,6 +1,7 @@
 """A model in the native library: its threads, its cache and the step in progress."""
 
 import ctypes
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -102,10 +103,15 @@ class NativeModel:
         if status:
             raise ValueError("the step's slices, block tables or token ids are out of bounds")
 
-    def run_halves(self, first: int, end: int) -> None:
-        """Compute halves of layers, from `first` to before `end`."""
-        if self._functions.kvn_run_halves(self._context, first, end):
+    def run_halves(self, first: int, end: int) -> float:
+        """Compute halves of layers, from `first` to before `end`.
+
+        Returns the seconds from then until this thread had Python's lock again.
+        """
+        ended_ns = ctypes.c_int64()
+        if self._functions.kvn_run_halves(self._context, first, end, ctypes.byref(ended_ns)):
             raise ValueError(f"halves {first} to {end} of {self._num_halves}")
+        return (time.monotonic_ns() - ended_ns.value) * 1e-9
 
     def compute_logits(self, first: int, count: int) -> torch.Tensor:  # float32 [count, vocab]
         """Logits of sampled rows from `first` on; overwritten by the next call."""

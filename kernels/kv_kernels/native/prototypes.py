@@ -2,7 +2,7 @@
 
 import ctypes
 
-ABI_VERSION = 2  # KVN_ABI_VERSION
+ABI_VERSION = 3  # KVN_ABI_VERSION
 
 # name -> (type of the result, types of the arguments)
 PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -14,7 +14,10 @@ PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "kvn_destroy": (None, (ctypes.c_void_p,)),
     "kvn_bind_cache": (None, (ctypes.c_void_p, ctypes.c_void_p)),
     "kvn_begin_step": (ctypes.c_int32, (ctypes.c_void_p, ctypes.c_void_p)),
-    "kvn_run_halves": (ctypes.c_int32, (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)),
+    "kvn_run_halves": (
+        ctypes.c_int32,
+        (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p),
+    ),
     "kvn_compute_logits": (
         ctypes.c_int32,
         (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p),

@@ -14,6 +14,10 @@ from node_engine.core.step.step_batch import SliceResult, StepBatch
 class LayerCallback(Protocol):
     """Receives the number of each layer of a step whose KV is in the arena."""
 
+    # Seconds by which the step was slowed because others read its layers. The callback adds its own
+    # duration, and the engine what it waits for.
+    slowed_seconds: float
+
     @property
     def blocks(self) -> Sequence[BlockIndex]:
         """The blocks that are read in the arena once the callback was called."""

@@ -99,7 +99,7 @@ class NativeEngine(HostMemoryEngine):
         first = 0
         if on_layer is not None:
             for layer in range(self._layout.num_layers):
-                model.run_halves(first, 2 * layer + 1)
+                on_layer.slowed_seconds += model.run_halves(first, 2 * layer + 1)
                 on_layer(layer)
                 first = 2 * layer + 1
         model.run_halves(first, model.num_halves)

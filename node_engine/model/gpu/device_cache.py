@@ -138,6 +138,10 @@ class LayerSaver:
     def finish(self) -> None:
         """Report the remaining layers; returns when all copies have ended."""
 
+    def measure_copy_wait(self) -> float:
+        """After `finish`: seconds by which the last copy ended later than the step itself."""
+        return 0.0
+
     @contextmanager
     def finished_at_exit(self) -> Iterator[None]:
         """Leave no copy running, whatever the block raises."""
@@ -164,6 +168,7 @@ class CudaLayerSaver(LayerSaver):
         self._side.wait_stream(torch.cuda.current_stream())
         self._saved: list[tuple[int, torch.cuda.Event]] = []
         self._num_reported = 0
+        self._computed = torch.cuda.Event(enable_timing=True)
 
     def on_layer_written(self, layer: int) -> None:
         written = torch.cuda.Event()
@@ -171,16 +176,23 @@ class CudaLayerSaver(LayerSaver):
         with torch.cuda.stream(self._side):
             self._side.wait_event(written)
             copy_blocks_between(self._device, self._host, self._blocks, layer)
-            saved = torch.cuda.Event()
+            saved = torch.cuda.Event(enable_timing=True)
             saved.record()
         self._saved.append((layer, saved))
         while self._num_reported < len(self._saved) and self._saved[self._num_reported][1].query():
             self._report_next()
 
     def finish(self) -> None:
+        self._computed.record()
         while self._num_reported < len(self._saved):
             self._saved[self._num_reported][1].synchronize()
             self._report_next()
+
+    def measure_copy_wait(self) -> float:
+        if not self._saved or not self._computed.query():
+            return 0.0  # the copies have ended first
+        milliseconds: float = self._computed.elapsed_time(self._saved[-1][1])
+        return max(0.0, milliseconds * 1e-3)
 
     @contextmanager
     def finished_at_exit(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from node_engine.model.gpu.fused_transformer import FusedTransformer
 from node_engine.model.gpu.run_ahead import StepPrediction
 from node_engine.model.gpu.step_inputs import StepInputsBuilder
 from node_engine.model.gpu.step_launcher import LaunchedStep, StepLauncher
+from node_engine.model.gpu.step_slowdown import StepSlowdown
 
 
 @dataclass(slots=True)
@@ -161,9 +162,12 @@ class GpuEngine(BaseEngine):
     ) -> tuple[SliceResult, ...]:
         """Run a step whose layers are read by others as they are computed."""
         self._ahead = None
-        saver = self._bound_memory.save_layers(on_layer.blocks, on_layer)
+        slowdown = StepSlowdown(on_layer)
+        saver = self._bound_memory.save_layers(on_layer.blocks, slowdown.report_layer)
         with saver.finished_at_exit():
             launched = self._bound_launcher.launch(batch, on_written=saver.on_layer_written)
+            slowdown.end_launch()
+        slowdown.end_step(saver.measure_copy_wait())
         return self._read_results(batch, launched)
 
     def _run_with_prediction(self, batch: StepBatch) -> tuple[SliceResult, ...]:

@@ -10,11 +10,18 @@ import pytest_asyncio
 from baton.limits import MAX_PROMPT_LOGPROBS
 from baton.pb import generation_pb2 as pb
 from baton.pb.common_pb2 import TokenIds
+from baton.types import FinishReason, TokenLogprobs
 from coordinator.frontend.output import PROMPT_CHUNK_TOKENS
+from coordinator.generation import TokensEvent
+from coordinator.text.tokenizer import HfTokenizer
+from offline.answers import parse_completion
+from offline.outputs import Logprob
+from offline.sampling_params import SamplingParams
 from tests.integration.frontend.frontend_harness import (
     FakeGeneration,
     FrontendHarness,
     emit_counting_tokens,
+    finished_event,
     running_frontend,
 )
 from tests.integration.frontend.scored_frontend import (
@@ -64,6 +71,41 @@ async def test_output_tokens_have_their_logprobs(front: FrontendHarness) -> None
     ]
     for request in front.backend.requests:
         assert (request.sampling.logprobs, request.sampling.prompt_logprobs) == (1, None)
+
+
+async def test_likely_tokens_of_the_same_text_keep_their_ranks(
+    front: FrontendHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`top_logprobs` has one entry for a text; `top_tokens` and the Python API have each token."""
+    ranked = ((7, -0.25), (8, -0.5), (9, -1.0))
+
+    def script(generation: FakeGeneration) -> None:
+        generation.emit_events(TokensEvent((10,), (TokenLogprobs(-2.0, ranked),)))
+        generation.emit_events(finished_event(FinishReason.LENGTH))
+
+    texts = {7: "same", 8: "same", 9: "other", 10: "drawn"}
+    monkeypatch.setattr(HfTokenizer, "token_text", lambda self, token: texts[token])
+    front.backend.script = script
+    answer = await post_completion(
+        front, prompt=[1], max_tokens=1, logprobs=3, return_token_ids=True
+    )
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{"same": -0.25, "other": -1.0, "drawn": -2.0}]
+    assert logprobs["top_tokens"] == [
+        [
+            {"token_id": token, "token": texts[token], "logprob": logprob}
+            for token, logprob in ranked
+        ]
+    ]
+    (output,) = parse_completion(answer, None, SamplingParams(logprobs=3)).outputs
+    assert output.logprobs == [
+        {
+            10: Logprob(-2.0, None, "drawn"),
+            7: Logprob(-0.25, 1, "same"),
+            8: Logprob(-0.5, 2, "same"),
+            9: Logprob(-1.0, 3, "other"),
+        }
+    ]
 
 
 async def test_echo_repeats_the_prompt(front: FrontendHarness) -> None:

@@ -15,7 +15,10 @@ import pytest_asyncio
 from baton.cli.checks.ledger import OWNED_STATES
 from baton.cli.views.counters import sum_counter
 from baton.pb import cluster_pb2 as pb
+from baton.pb.common_pb2 import HandoffReport
+from node_engine.paced.paced_engine import PACED_LAYOUT
 from tests.cluster import Cluster
+from tests.cluster_metrics import read_metric
 from tests.grpc_calls import GenerateAnswer, call_cluster_service
 from tests.paced_reference import paced_reference_tokens
 from tests.steady_load import make_prompt, run_baton, steady_load
@@ -69,6 +72,17 @@ async def ttft_sum(cluster: Cluster) -> float:
     return float(found[1]) if found else 0.0
 
 
+async def slowed_seconds(cluster: Cluster) -> float:
+    """By how much hand-offs have slowed the prefill nodes, as last reported."""
+    name = "baton_prefill_slowed_seconds_total"
+    nodes = ("prefill-0", "prefill-1")
+    return sum([await read_metric(cluster, f'{name}{{node="{node}"}}') for node in nodes])
+
+
+async def find_handoff(cluster: Cluster, answer: GenerateAnswer) -> HandoffReport:
+    return (await explain_request(cluster, answer.request_id)).timeline.handoff
+
+
 async def find_serving_nodes(cluster: Cluster, answer: GenerateAnswer) -> set[str]:
     attempts = (await explain_request(cluster, answer.request_id)).attempts
     return {attempts[-1].prefill_node, attempts[-1].decode_node}
@@ -114,6 +128,38 @@ async def test_explain_stages_add_up_to_ttft(cluster: Cluster, fault: str) -> No
         == len(asked)
     )
     assert told.attempts[-1].handoff == told.timeline.handoff
+
+
+@IN_MODULE
+async def test_explain_says_by_how_much_a_slow_hand_off_slowed_the_prefill(
+    cluster: Cluster,
+) -> None:
+    """Each message takes 50 ms. A prefill that waits for its layers to land is slowed by that; of
+    one that does not wait the transfer is exposed instead."""
+    slow_write, wait = "transfer.write.before=delay(0.05)", "prefill.layer.landed=delay(30)"
+    reports = []
+    for number, faults in enumerate((f"{slow_write};{wait}", slow_write)):
+        before = await slowed_seconds(cluster)
+        await cluster.arm_failpoints("prefill", faults)
+        prompt = make_prompt(40 + number, 300)
+        answer = await cluster.generate(prompt, max_tokens=8, ignore_eos=True)
+        await cluster.arm_failpoints("prefill", "")
+        async with asyncio.timeout(60):
+            while not (report := await find_handoff(cluster, answer)).bytes:
+                await asyncio.sleep(0.05)
+            # A heartbeat brings the counter.
+            while await slowed_seconds(cluster) - before < report.slowed_seconds * 0.999:
+                await asyncio.sleep(0.05)
+        assert report.group_layers == 1  # --layers-per-message
+        reports.append(report)
+    waited, streamed = reports
+    messages = PACED_LAYOUT.num_layers  # at least one for each layer
+    assert messages * 0.05 <= waited.slowed_seconds <= waited.compute_seconds
+    assert streamed.exposed_seconds >= 0.05
+    assert streamed.slowed_seconds > 0.0  # announcing alone
+    code, out, err = await run_baton(cluster, "explain", answer.request_id)
+    assert (code, err) == (0, "")
+    assert f"slowed by {streamed.slowed_seconds * 1e3:.1f} ms" in out
 
 
 @IN_MODULE

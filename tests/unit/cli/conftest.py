@@ -133,6 +133,7 @@ def make_timeline() -> common_pb2.Timeline:
         slabs=24,
         slabs_landed_before_last_layer=18,
         compute_seconds=0.1,
+        slowed_seconds=0.004,
         exposed_seconds=0.002,
         commit_seconds=0.001,
         computed_tokens=512,

@@ -28,7 +28,7 @@ from baton.types import (
     Ticket,
     TicketId,
 )
-from kv_transfer.plane import SealInfo
+from kv_transfer.plane import LinkCost, SealInfo
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.node_commands import NodeCommand, NodeJoined
@@ -104,6 +104,9 @@ class FakeOutbound:
         default_factory=dict
     )
     sealed: dict[AttemptKey, SealInfo] = field(default_factory=dict)
+    on_announce: Callable[[], None] = lambda: None
+    groups: list[int] = field(default_factory=list)  # layers of each announcement
+    link_cost: LinkCost = field(default_factory=LinkCost)
     aborted: dict[AttemptKey, BatonError] = field(default_factory=dict)
     incarnation: Incarnation = NOBODY
 
@@ -119,9 +122,17 @@ class FakeOutbound:
     reads_device_memory = False
 
     def announce_layer(
-        self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]
+        self,
+        key: AttemptKey,
+        layer: int,
+        first: int,
+        source: Sequence[BlockIndex],
+        num_layers: int = 1,
     ) -> None:
-        self.ready.setdefault(key, []).append((layer, first, tuple(source)))
+        layers = range(layer, layer + num_layers)
+        self.ready.setdefault(key, []).extend((each, first, tuple(source)) for each in layers)
+        self.groups.append(num_layers)
+        self.on_announce()
 
     def seal_handoff(self, key: AttemptKey, info: SealInfo) -> None:
         self.sealed[key] = info
@@ -150,6 +161,7 @@ class RoleBench:
         max_batched_tokens: int = 64,
         shared: InProcessPool | None = None,
         in_place: bool = True,
+        config: Config | None = None,
     ) -> None:
         """`shared`: the pool of the node's host; with `in_place` its blocks are read where they
         are."""
@@ -194,7 +206,7 @@ class RoleBench:
         self.sent_messages: list[cluster_pb2.NodeMessage] = []
         self.events: list[object] = []
         context = RoleContext(
-            config=Config(),
+            config=config or Config(),
             name=NodeName("node"),
             host_id="host",
             engine=self.engine,

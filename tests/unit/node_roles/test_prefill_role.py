@@ -3,10 +3,12 @@ every block."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from baton.cluster_link.messages import CancelOrder, PrefillOrder, TicketOrder
+from baton.config.settings import Config
 from baton.errors import Cancelled, NodeFailed, PeerUnreachable
 from baton.types import (
     AttemptSpec,
@@ -17,10 +19,12 @@ from baton.types import (
     Ticket,
     TicketId,
 )
-from kv_transfer.plane import HandoffStats, OutboundAborted, OutboundCommitted
+from kv_transfer.plane import HandoffStats, LinkCost, OutboundAborted, OutboundCommitted
 from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.node_commands import CoordinatorLost, NodeJoined
 from node_engine.core.sequences.sequence import SequenceState
+from node_engine.core.step.engine import LayerCallback
+from node_engine.core.step.step_batch import StepBatch
 from node_engine.paced.paced_engine import PACED_LAYOUT
 from tests.paced_reference import paced_reference_tokens
 from tests.unit.node_roles.prefill_bench import (
@@ -94,6 +98,91 @@ def test_a_cached_prefix_is_announced_whole_before_the_first_chunk() -> None:
     } == set(range(5))
     assert node.plane.ready[second.key][0][1:][0] == 0
     assert node.pop_messages("prefill_ended")[1].cached_tokens == 64
+
+
+def test_report_says_by_how_much_a_hand_off_slowed_its_prefill() -> None:
+    """Of the steps' duration: what announcing took, of cached blocks as well, and what the engine
+    waited for."""
+    node = PrefillBench(config=Config(layers_per_message=1))
+    node.plane.on_announce = lambda: node.clock.advance(0.25)
+    first, second = (
+        make_work(range(1, 81), request="a"),
+        make_work([*range(1, 65), 900, 901], request="b"),
+    )
+    slowed = []
+    for work in (first, second):
+        node.send_item(PrefillOrder(work, needs_no_decode=False))
+        while node.step():
+            pass
+        node.send_item(OutboundCommitted(work.key, REPORT))
+        slowed.append(node.pop_messages("handed_off")[0].report.slowed_seconds)
+    # 80 tokens in two steps of at most 64; 64 from the cache, announced at once, and one step
+    assert slowed == [2 * LAYERS * 0.25, 0.25 + LAYERS * 0.25]
+    assert node.role.counters()["baton_prefill_slowed_seconds_total"] == sum(slowed)
+
+
+def test_waits_of_the_engine_slow_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, work = PrefillBench(), make_work(range(1, 41))
+    run = node.engine.run
+
+    def run_slowly(batch: StepBatch, on_layer: LayerCallback | None = None) -> Any:
+        assert on_layer is not None
+        on_layer.slowed_seconds += 0.5
+        return run(batch, on_layer)
+
+    monkeypatch.setattr(node.engine, "run", run_slowly)
+    node.send_item(PrefillOrder(work, needs_no_decode=False))
+    while node.step():
+        pass
+    node.send_item(OutboundCommitted(work.key, REPORT))
+    assert node.pop_messages("handed_off")[0].report.slowed_seconds == 0.5
+
+
+@pytest.mark.parametrize(
+    ("fixed", "link", "groups"),
+    [
+        (1, LinkCost(), [1] * LAYERS),
+        (3, LinkCost(), [3, LAYERS - 3]),
+        (99, LinkCost(), [LAYERS]),
+        (0, LinkCost(message_seconds=10.0), [LAYERS]),  # a message costs more than computing
+        (0, LinkCost(1e-5, 1e-7), [1] * LAYERS),  # the link takes a third of computing
+    ],
+)
+def test_layers_are_announced_in_groups(fixed: int, link: LinkCost, groups: list[int]) -> None:
+    node, work = PrefillBench(config=Config(layers_per_message=fixed)), make_work(range(1, 60))
+    node.plane.link_cost = link
+    node.send_item(PrefillOrder(work, needs_no_decode=False))
+    while node.step():
+        pass
+    assert node.plane.groups == groups
+    announced = [layer for layer, _, source in node.plane.ready[work.key] if len(source) == 4]
+    assert announced == list(range(LAYERS))
+    node.send_item(OutboundCommitted(work.key, REPORT))
+    assert node.pop_messages("handed_off")[0].report.group_layers == groups[0]
+    counters = node.role.counters()
+    assert counters["baton_prefill_layer_groups_total"] == len(groups)
+    assert counters["baton_prefill_grouped_layers_total"] == LAYERS
+
+
+def test_steps_before_the_last_one_hand_over_whole_where_that_is_hidden() -> None:
+    """The later steps take longer than the link: no message needs to leave early."""
+    node = PrefillBench()
+    node.plane.link_cost = LinkCost(1e-5, 1e-5)  # 40 ms for a layer of 64 tokens
+    for number in range(2):  # the first one shows what steps take: STEP_SECONDS
+        node.plane.groups.clear()
+        tokens = [number + 1, *range(2, 151)]
+        node.send_item(PrefillOrder(make_work(tokens, request=f"{number}"), needs_no_decode=False))
+        while node.step():
+            pass
+    # 64 tokens each, and 22 in the last step
+    assert node.plane.groups == [LAYERS, LAYERS] + [1] * LAYERS
+
+
+def test_a_prefill_without_a_hand_off_is_not_slowed() -> None:
+    node, work = PrefillBench(), make_work(range(1, 20), max_tokens=1)
+    node.send_item(PrefillOrder(work, needs_no_decode=True))
+    node.step()
+    assert node.role.counters()["baton_prefill_slowed_seconds_total"] == 0.0
 
 
 def test_prefill_without_decode_answers_itself() -> None:

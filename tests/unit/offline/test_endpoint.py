@@ -114,20 +114,32 @@ async def test_tries_end_after_the_retry_timeout() -> None:
     assert clock() == 100.0  # at 25, 50, 75 and 100 s: the 60 s begin with the first refusal
 
 
-async def test_after_one_request_is_given_up_the_others_are_sent_once() -> None:
-    clock = FakeClock()
-    busy = [refusal(503, "unavailable")] * 4
-    handler, seen = replies(*busy, OK, *busy[:1], OK)
+async def test_after_one_request_is_given_up_those_that_wait_are_sent_once() -> None:
+    clock, seen = FakeClock(), 0
+
+    def refuse(request: httpx2.Request) -> httpx2.Response:
+        nonlocal seen
+        seen += 1
+        clock.advance(31.0)
+        return refusal(503, "unavailable")
+
+    endpoint = make_endpoint(refuse, clock=clock, max_in_flight=1)
+    sent = [endpoint.post("/v1/completions", b"{}") for _ in range(5)]
+    errors = await asyncio.gather(*sent, return_exceptions=True)
+    await endpoint.close()
+    assert [type(error) for error in errors] == [EndpointUnavailable] * 5
+    assert seen == 3 + 4  # the first one at 31, 62 and 93 s
+
+
+async def test_a_request_after_one_that_was_given_up_is_tried_as_long() -> None:
+    """A cluster that was away for one call of an LLM may be starting again at the next one."""
+    busy, clock = [refusal(503, "unavailable")] * 2, FakeClock()
+    handler, _ = replies(*busy, OK)
     endpoint = make_endpoint(handler, clock=clock, retry_seconds=-1.0)
-    for _ in range(3):
-        with pytest.raises(EndpointUnavailable):
-            await endpoint.post("/v1/completions", b"{}")
-        endpoint._retry_seconds = 60.0
-    assert len(seen) == 3
     with pytest.raises(EndpointUnavailable):
         await endpoint.post("/v1/completions", b"{}")
+    endpoint._retry_seconds = 60.0
     assert (await endpoint.post("/v1/completions", b"{}")).status == 200
-    assert (await endpoint.post("/v1/completions", b"{}")).status == 200  # at the second try
     await endpoint.close()
 
 

@@ -15,7 +15,11 @@ from typing import Any
 
 import pytest
 
+from baton.cluster_link.messages import Heartbeat, NodeReport, StepTokens
 from baton.errors import BatonError, ConfigError, InvalidRequest
+from baton.types import Incarnation
+from coordinator.core.brain import Brain
+from coordinator.node_links.dispatcher import Dispatcher
 from node_engine.core.node_commands import NodeCommand
 from node_engine.core.step.step_batch import StepBatch
 from node_engine.host.compute_thread import ComputeThread
@@ -261,6 +265,45 @@ def test_a_failed_engine_ends_its_requests_and_not_the_process(
             llm.generate([[1], [2]], SamplingParams(max_tokens=2))
         assert {error.code for error in caught.value.errors.values()} == {"node_failed"}
         assert "the engine failed: KeyError: make a new LLM" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [StepTokens, Heartbeat])
+def test_a_report_that_cannot_be_handled_ends_the_requests(
+    open_llm: OpenLLM, monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
+    monkeypatch.setattr("offline.in_process.local_link.HEARTBEAT_SECONDS", 0.01)
+    receive, is_broken = Dispatcher.receive_report, threading.Event()
+
+    def fail(dispatcher: Dispatcher, sender: Incarnation, report: NodeReport) -> None:
+        if is_broken.is_set() and isinstance(report, kind):
+            raise KeyError("a bug")
+        if not is_broken.is_set():  # later ones are lost, so that nothing else ends the requests
+            receive(dispatcher, sender, report)
+
+    monkeypatch.setattr(Dispatcher, "receive_report", fail)
+    llm = open_llm()
+    assert llm.generate([3], SamplingParams(max_tokens=1))
+    is_broken.set()
+    for _ in range(2):
+        with pytest.raises(PromptsFailed) as caught:
+            llm.generate([[1], [2]], SamplingParams(max_tokens=2))
+        assert {error.code for error in caught.value.errors.values()} == {"node_failed"}
+        assert "the scheduling failed: KeyError: make a new LLM" in str(caught.value)
+
+
+def test_requests_end_also_if_the_dispatcher_cannot_end_them(
+    open_llm: OpenLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = open_llm()
+
+    def fail(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(PacedEngine, "run", fail)
+    with monkeypatch.context() as patched:
+        patched.setattr(Brain, "list_active_requests", fail)
+        with pytest.raises(PromptsFailed, match="the engine failed: KeyError"):
+            llm.generate([[1], [2]], SamplingParams(max_tokens=2))
 
 
 def test_a_request_that_was_refused_is_placed_again_when_there_is_room(

@@ -1,7 +1,10 @@
 """A batch: every request is answered once, whatever ends a run."""
 
 import asyncio
+import errno
 import json
+import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +35,13 @@ def answer(request: httpx2.Request) -> httpx2.Response:
     return httpx2.Response(200, json={"choices": [choice], "usage": {"completion_tokens": 3}})
 
 
-async def run(source: Path, target: Path, handler: Handler, retry: float = 1.0) -> BatchCounts:
+async def run(
+    source: Path,
+    target: Path,
+    handler: Handler,
+    retry: float = 1.0,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> BatchCounts:
     requests, output, counts = open_batch(source, target)
     with output:
         endpoint = Endpoint(
@@ -42,7 +51,7 @@ async def run(source: Path, target: Path, handler: Handler, retry: float = 1.0) 
             answer_seconds=5.0,
             retry_seconds=retry,
         )
-        await answer_requests(requests, output, endpoint, counts, 4, lambda tokens: None)
+        await answer_requests(requests, output, endpoint, counts, 4, advance)
         await endpoint.close()
     return counts
 
@@ -121,6 +130,73 @@ async def test_a_full_disk_ends_the_run(
         patched.setattr(BatchOutput, "append", fill_disk)
         with pytest.raises(OutputFailed):
             await run(source, target, answer)
+    await run(source, target, answer)
+    assert_each_is_answered_once(target, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "max_bytes"), [(1e-3, 1 << 30), (60.0, 1), (60.0, 600), (60.0, 1 << 30)]
+)
+async def test_answers_are_reported_when_the_disk_has_them(
+    source: Path,
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    max_bytes: int,
+) -> None:
+    """A power failure loses none that was reported. The end of the batch waits for no interval."""
+    monkeypatch.setattr("offline.batch.answer_writer.SYNC_SECONDS", seconds)
+    monkeypatch.setattr("offline.batch.answer_writer.MAX_UNSYNCED_BYTES", max_bytes)
+    on_disk, fsync, reported = 0, os.fsync, 0
+
+    def note_sync(fd: int) -> None:
+        nonlocal on_disk
+        fsync(fd)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            on_disk = len(read_lines(target))
+
+    def advance(tokens: int) -> None:
+        nonlocal reported
+        reported += 1
+        assert reported <= on_disk
+
+    async def serve(request: httpx2.Request) -> httpx2.Response:
+        await asyncio.sleep(0)
+        return answer(request)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    counts = await run(source, target, serve, advance=advance)
+    assert reported == counts.answered == 30
+
+
+async def test_answers_that_the_disk_may_lack_are_asked_for_again(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offline.batch.answer_writer.MAX_UNSYNCED_BYTES", 1)
+    fsync, left = os.fsync, 7
+    reported = 0
+
+    def fail_later(fd: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
+
+    def advance(tokens: int) -> None:
+        nonlocal reported
+        reported += 1
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail_later)
+        with pytest.raises(OutputFailed, match="cannot be brought to the disk"):
+            await run(source, target, answer, advance=advance)
+    assert 0 < reported == len(read_lines(target)) < 30
+    with monkeypatch.context() as patched:  # the lines of an earlier run stay
+        patched.setattr(os, "fsync", fail_later)
+        with pytest.raises(OutputFailed):
+            await run(source, target, answer)
+    assert reported == len(read_lines(target))
     await run(source, target, answer)
     assert_each_is_answered_once(target, NAMES)
 

@@ -1,6 +1,5 @@
 """Formats responses of /v1/completions."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,6 +18,14 @@ from coordinator.frontend.output import OutputChunk, ResponseStream
 from coordinator.text.tokenizer import Tokenizer
 
 
+class TopToken(msgspec.Struct):
+    """One of the likeliest tokens in a place."""
+
+    token_id: int
+    token: str
+    logprob: float
+
+
 class CompletionLogprobs(msgspec.Struct):
     """One entry for each token; the first of a prompt has null."""
 
@@ -26,9 +33,10 @@ class CompletionLogprobs(msgspec.Struct):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    # If token ids are requested: of `tokens`, and of the keys of `top_logprobs`, in their order.
+    # If token ids are requested: of `tokens`, and the likeliest tokens in each place, best first.
+    # `top_logprobs` has one entry for all tokens of the same text.
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    top_token_ids: list[list[int] | None] | msgspec.UnsetType = msgspec.UNSET
+    top_tokens: list[list[TopToken] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(msgspec.Struct):
@@ -136,9 +144,8 @@ class CompletionFormatter:
         logprobs = _chunk_logprobs(self._response_stream.tokenizer, chunk)
         if self._returns_token_ids:
             logprobs.token_ids = list(chunk.token_ids)
-            logprobs.top_token_ids = [
-                _top_token_ids(self._response_stream.tokenizer, token, score)
-                for token, score in zip(chunk.token_ids, chunk.logprobs, strict=True)
+            logprobs.top_tokens = [
+                _list_top_tokens(self._response_stream.tokenizer, score) for score in chunk.logprobs
             ]
         return logprobs
 
@@ -164,25 +171,18 @@ def _top_logprobs(
     if score is None:
         return None
     top: dict[str, float] = {}
-    for candidate, logprob in _ranked_tokens(token, score):
+    for candidate, logprob in (*score.top_logprobs, (token, score.logprob)):
         top.setdefault(tokenizer.token_text(candidate), max(logprob, MIN_LOGPROB))
     return top
 
 
-def _top_token_ids(
-    tokenizer: Tokenizer, token: int, score: TokenLogprobs | None
-) -> list[int] | None:
-    """Return the ids of the entries of `_top_logprobs`, in the same order."""
+def _list_top_tokens(tokenizer: Tokenizer, score: TokenLogprobs | None) -> list[TopToken] | None:
     if score is None:
         return None
-    ids: dict[str, int] = {}
-    for candidate, _ in _ranked_tokens(token, score):
-        ids.setdefault(tokenizer.token_text(candidate), candidate)
-    return list(ids.values())
-
-
-def _ranked_tokens(token: int, score: TokenLogprobs) -> Sequence[tuple[int, float]]:
-    return (*score.top_logprobs, (token, score.logprob))
+    return [
+        TopToken(candidate, tokenizer.token_text(candidate), max(logprob, MIN_LOGPROB))
+        for candidate, logprob in score.top_logprobs
+    ]
 
 
 def _concatenate_logprobs(
@@ -196,6 +196,6 @@ def _concatenate_logprobs(
     before.text_offset += more.text_offset
     if isinstance(before.token_ids, list) and isinstance(more.token_ids, list):
         before.token_ids += more.token_ids
-    if isinstance(before.top_token_ids, list) and isinstance(more.top_token_ids, list):
-        before.top_token_ids += more.top_token_ids
+    if isinstance(before.top_tokens, list) and isinstance(more.top_tokens, list):
+        before.top_tokens += more.top_tokens
     return before

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 
 #include <initializer_list>
 #include <new>
@@ -180,9 +181,12 @@ int32_t kvn_begin_step(KvnContext* context, const KvnStep* step) {
   return KVN_OK;
 }
 
-int32_t kvn_run_halves(KvnContext* context, int32_t first, int32_t end) {
+int32_t kvn_run_halves(KvnContext* context, int32_t first, int32_t end, int64_t* ended_ns) {
   if (first < 0 || end > 2 * context->model.num_layers) return KVN_BAD_ARGUMENT;
   context->kernels->run_halves(*context, first, end);
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  *ended_ns = int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
   return KVN_OK;
 }
 

@@ -98,7 +98,9 @@ KVN_EXPORT int32_t kvn_begin_step(KvnContext* context, const KvnStep* step);
 
 // Compute halves of layers, from `first` to before `end`. Half 2 i of layer i ends with its KV in
 // the cache, half 2 i + 1 with its output. After the last half, sampled rows alone are left.
-KVN_EXPORT int32_t kvn_run_halves(KvnContext* context, int32_t first, int32_t end);
+// `ended_ns` gets the time of CLOCK_MONOTONIC at which they were computed, in nanoseconds.
+KVN_EXPORT int32_t kvn_run_halves(KvnContext* context, int32_t first, int32_t end,
+                                  int64_t* ended_ns);
 
 // Logits [count][vocab] of sampled rows from `first` on.
 KVN_EXPORT int32_t kvn_compute_logits(KvnContext* context, int64_t first, int64_t count,

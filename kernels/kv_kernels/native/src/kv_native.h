@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#define KVN_ABI_VERSION 2
+#define KVN_ABI_VERSION 3
 
 #define KVN_EXPORT extern "C" __attribute__((visibility("default")))
 

@@ -155,9 +155,13 @@ std::vector<float> run_step(KvnContext* context, const std::vector<Part>& parts,
   step.sampled_rows = sampled.data();
   step.num_sampled = static_cast<int64_t>(sampled.size());
   CHECK(kvn_begin_step(context, &step) == KVN_OK);
-  for (int half = 0; by_halves && half < 2 * kLayers; ++half)
-    CHECK(kvn_run_halves(context, half, half + 1) == KVN_OK);
-  if (!by_halves) CHECK(kvn_run_halves(context, 0, 2 * kLayers) == KVN_OK);
+  int64_t ended_ns = 0;
+  for (int half = 0; by_halves && half < 2 * kLayers; ++half) {
+    const int64_t before = ended_ns;
+    CHECK(kvn_run_halves(context, half, half + 1, &ended_ns) == KVN_OK);
+    CHECK(ended_ns > before);
+  }
+  if (!by_halves) CHECK(kvn_run_halves(context, 0, 2 * kLayers, &ended_ns) == KVN_OK);
   std::vector<float> logits(sampled.size() * kVocab);
   CHECK(kvn_compute_logits(context, 0, step.num_sampled, logits.data()) == KVN_OK);
   return logits;

@@ -5,17 +5,20 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 
 from baton.errors import BatonError, InvalidRequest, Overloaded, ServiceUnavailable
+from baton.structured_output.grammar_compiler import load_grammar_tokenizer
 from baton.types import GrammarKind, StructuredOutput
-from coordinator.structured_output import grammar_checker
-from coordinator.structured_output.compile_worker import judge_end
+from coordinator.structured_output import compile_worker, grammar_checker
+from coordinator.structured_output.compile_worker import CompileWorker, judge_end
 from coordinator.structured_output.grammar_checker import GrammarChecker
-from coordinator.structured_output.worker_protocol import CompileJob, Verdict
+from coordinator.structured_output.worker_protocol import CompileJob, Verdict, split_frames
 from tests.small_tokenizers import byte_level_tokenizer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -106,11 +109,21 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@asynccontextmanager
+async def open_checker(
+    file: Path | None, *, timeout_seconds: float = 60.0, max_entries: int = 1000
+) -> AsyncIterator[GrammarChecker]:
+    made = GrammarChecker(file, timeout_seconds=timeout_seconds, max_entries=max_entries)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def checker(tokenizer_file: Path) -> AsyncIterator[GrammarChecker]:
-    made = GrammarChecker(tokenizer_file, timeout_seconds=60.0, max_entries=1000)
-    yield made
-    await made.close()
+    async with open_checker(tokenizer_file) as made:
+        yield made
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
@@ -148,10 +161,9 @@ async def test_a_known_grammar_is_not_compiled_again(checker: GrammarChecker) ->
 
 
 async def test_a_grammar_that_takes_too_long_is_stopped(tokenizer_file: Path) -> None:
-    checker = GrammarChecker(tokenizer_file, timeout_seconds=0.0001, max_entries=1000)
-    with pytest.raises((InvalidRequest, Overloaded), match=r"took more than 0\.0001 s"):
-        await checker.check_grammar(StructuredOutput(JSON, object_of(200, type="string")))
-    await checker.close()
+    async with open_checker(tokenizer_file, timeout_seconds=0.0001) as checker:
+        with pytest.raises((InvalidRequest, Overloaded), match=r"took more than 0\.0001 s"):
+            await checker.check_grammar(StructuredOutput(JSON, object_of(200, type="string")))
 
 
 @pytest.mark.parametrize(
@@ -171,6 +183,24 @@ async def test_a_process_that_ends_without_a_verdict_has_a_reason(
     verdict = judge_end(job, status, 5.0, cpu_seconds)
     assert error in verdict.error
     assert (verdict.id, verdict.is_late, verdict.is_starved) == (7, is_late, is_starved)
+
+
+async def test_a_process_that_has_replied_is_not_late(
+    tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker did not get the CPU until after the time of the job."""
+    worker = CompileWorker(load_grammar_tokenizer(tokenizer_file))
+    job = CompileJob(7, REGEX.value, "a", 60.0, 32 << 20)
+    worker.start_job(job)
+    (child,) = worker.children
+    await asyncio.to_thread(os.waitid, os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    child.deadline = 0.0
+    verdicts: list[bytes] = []
+    monkeypatch.setattr(compile_worker, "write_all", lambda _, data: verdicts.append(data))
+    worker.end_late_jobs()
+    (body,) = split_frames(bytearray(verdicts[0]))
+    verdict = msgspec.msgpack.decode(body, type=Verdict)
+    assert (verdict.id, verdict.error, verdict.is_late) == (7, "", False)
 
 
 class FakeWorker:
@@ -205,70 +235,66 @@ def fake_worker(monkeypatch: pytest.MonkeyPatch) -> FakeWorker:
 async def test_slow_grammars_do_not_delay_others(
     tokenizer_file: Path, fake_worker: FakeWorker
 ) -> None:
-    checker = GrammarChecker(tokenizer_file, timeout_seconds=5.0, max_entries=1000)
-    count = grammar_checker.MAX_SLOW_GRAMMARS
-    fake_worker.slow = {f"slow{number}" for number in range(count + 1)}
-    slow = [
-        asyncio.create_task(checker.check_grammar(StructuredOutput(REGEX, text)))
-        for text in sorted(fake_worker.slow)
-    ]
-    refused, waiting = await asyncio.wait(slow, return_when=asyncio.FIRST_COMPLETED)
-    (error,) = [each.exception() for each in refused]
-    assert isinstance(error, Overloaded)
-    for number in range(grammar_checker.MAX_PENDING_GRAMMARS):
-        grammar = StructuredOutput(REGEX, f"quick{number}")
-        assert await asyncio.wait_for(checker.check_grammar(grammar), 60) == grammar
-    assert not any(each.done() for each in waiting)
-    fake_worker.release.set()
-    assert len(await asyncio.gather(*waiting)) == count
-    await checker.close()
+    async with open_checker(tokenizer_file, timeout_seconds=5.0) as checker:
+        count = grammar_checker.MAX_SLOW_GRAMMARS
+        fake_worker.slow = {f"slow{number}" for number in range(count + 1)}
+        slow = [
+            asyncio.create_task(checker.check_grammar(StructuredOutput(REGEX, text)))
+            for text in sorted(fake_worker.slow)
+        ]
+        refused, waiting = await asyncio.wait(slow, return_when=asyncio.FIRST_COMPLETED)
+        (error,) = [each.exception() for each in refused]
+        assert isinstance(error, Overloaded)
+        for number in range(grammar_checker.MAX_PENDING_GRAMMARS):
+            grammar = StructuredOutput(REGEX, f"quick{number}")
+            assert await asyncio.wait_for(checker.check_grammar(grammar), 60) == grammar
+        assert not any(each.done() for each in waiting)
+        fake_worker.release.set()
+        assert len(await asyncio.gather(*waiting)) == count
 
 
 async def test_a_starved_grammar_may_be_tried_again(
     tokenizer_file: Path, fake_worker: FakeWorker
 ) -> None:
-    checker = GrammarChecker(tokenizer_file, timeout_seconds=5.0, max_entries=1000)
-    grammar = StructuredOutput(REGEX, "a")
-    fake_worker.starved = {"a"}
-    with pytest.raises(Overloaded, match="because the machine is busy"):
-        await checker.check_grammar(grammar)
-    fake_worker.starved = set()
-    assert await checker.check_grammar(grammar) == grammar
-    await checker.close()
+    async with open_checker(tokenizer_file, timeout_seconds=5.0) as checker:
+        grammar = StructuredOutput(REGEX, "a")
+        fake_worker.starved = {"a"}
+        with pytest.raises(Overloaded, match="because the machine is busy"):
+            await checker.check_grammar(grammar)
+        fake_worker.starved = set()
+        assert await checker.check_grammar(grammar) == grammar
 
 
 async def test_the_number_of_pending_grammars_is_bounded(
     tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_checker, "MAX_PENDING_GRAMMARS", 2)
-    checker = GrammarChecker(tokenizer_file, timeout_seconds=60.0, max_entries=1)
-    asked = [StructuredOutput(REGEX, text) for text in "aabc"]
-    answers = await asyncio.gather(
-        *(checker.check_grammar(one) for one in asked), return_exceptions=True
-    )
-    assert answers[:3] == asked[:3]
-    assert isinstance(answers[3], Overloaded)
-    assert checker.counts.accepted == 2
-    await checker.check_grammar(asked[3])
-    await checker.check_grammar(asked[0])  # dropped meanwhile
-    assert checker.counts.accepted == 4
-    await checker.close()
+    async with open_checker(tokenizer_file, max_entries=1) as checker:
+        asked = [StructuredOutput(REGEX, text) for text in "aabc"]
+        answers = await asyncio.gather(
+            *(checker.check_grammar(one) for one in asked), return_exceptions=True
+        )
+        assert answers[:3] == asked[:3]
+        assert isinstance(answers[3], Overloaded)
+        assert checker.counts.accepted == 2
+        await checker.check_grammar(asked[3])
+        await checker.check_grammar(asked[0])  # dropped meanwhile
+        assert checker.counts.accepted == 4
 
 
 async def test_a_worker_that_is_killed_is_started_again(tokenizer_file: Path) -> None:
-    checker = GrammarChecker(tokenizer_file, timeout_seconds=60.0, max_entries=10)
-    known = list_children()
-    await checker.check_grammar(StructuredOutput(REGEX, "a"))
-    (worker,) = list_children() - known
-    os.kill(worker, signal.SIGKILL)
-    answers: list[StructuredOutput | BatonError] = []
-    for text in "bc":  # the first may find out that the worker is gone
-        try:
-            answers.append(await checker.check_grammar(StructuredOutput(REGEX, text)))
-        except ServiceUnavailable as error:
-            answers.append(error)
-    assert isinstance(answers[-1], StructuredOutput)
-    await checker.close()
+    async with open_checker(tokenizer_file) as checker:
+        known = list_children()
+        await checker.check_grammar(StructuredOutput(REGEX, "a"))
+        (worker,) = list_children() - known
+        os.kill(worker, signal.SIGKILL)
+        answers: list[StructuredOutput | BatonError] = []
+        for text in "bc":  # the first may find out that the worker is gone
+            try:
+                answers.append(await checker.check_grammar(StructuredOutput(REGEX, text)))
+            except ServiceUnavailable as error:
+                answers.append(error)
+        assert isinstance(answers[-1], StructuredOutput)
 
 
 @pytest.mark.parametrize("text", ["{", '{"model":{"type":"Nothing"}}'])
@@ -277,14 +303,12 @@ async def test_a_tokenizer_that_cannot_be_read_refuses_every_grammar(
 ) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text(text)
-    checker = GrammarChecker(file, timeout_seconds=60.0, max_entries=10)
-    with pytest.raises(InvalidRequest, match="cannot be read for structured output"):
-        await checker.check_grammar(StructuredOutput(REGEX, "a"))
-    await checker.close()
+    async with open_checker(file) as checker:
+        with pytest.raises(InvalidRequest, match="cannot be read for structured output"):
+            await checker.check_grammar(StructuredOutput(REGEX, "a"))
 
 
 async def test_a_model_without_a_tokenizer_refuses_every_grammar() -> None:
-    checker = GrammarChecker(None, timeout_seconds=60.0, max_entries=10)
-    with pytest.raises(BatonError, match="this model has no tokenizer"):
-        await checker.check_grammar(StructuredOutput(REGEX, "a"))
-    await checker.close()
+    async with open_checker(None) as checker:
+        with pytest.raises(BatonError, match="this model has no tokenizer"):
+            await checker.check_grammar(StructuredOutput(REGEX, "a"))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from baton.errors import NodeFailed
 from baton.models.model_identity import INT8, UNQUANTIZED, Quantization
+from kv_kernels.native.model import NativeModel
 from kv_kernels.native.native_library import CpuFeature
 from node_engine.core.step.step_batch import (
     PromptLogprobsSpec,
@@ -110,6 +111,23 @@ def test_layers_are_reported_when_their_kv_is_there() -> None:
     step = StepBatch((make_slice(0, [1, 2, 3], 0),))
     bound.engine.run(step, FunctionCallback(on_layer))
     assert seen == list(range(CONFIG.num_layers))
+
+
+def test_waits_for_the_lock_of_python_slow_a_step_that_reports_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One wait for each layer that is reported. The end of the step is in any step."""
+    bound = make_native(CONFIG)
+    run_halves = NativeModel.run_halves
+
+    def wait_for_lock(model: NativeModel, first: int, end: int) -> float:
+        assert run_halves(model, first, end) >= 0.0
+        return 0.5
+
+    monkeypatch.setattr(NativeModel, "run_halves", wait_for_lock)
+    callback = FunctionCallback(lambda layer: None)
+    bound.engine.run(StepBatch((make_slice(0, [1, 2, 3], 0),)), callback)
+    assert callback.slowed_seconds == CONFIG.num_layers * 0.5
 
 
 def test_prompt_logprobs_equal_those_of_the_torch_engine() -> None:

@@ -1,0 +1,112 @@
+"""How many layers of a step are handed over together, from what layers and messages take.
+
+A step computes `num_layers` layers one after the other. A group of layers is announced to the
+transfer plane when its last layer is computed, and is sent while the next group is computed. Small
+groups hide more of the transfer behind computing; each group costs the step an announcement, and
+each message costs the link a fixed time. With t seconds a layer, a an announcement, f a message and
+s a byte, a step of n groups of g layers with b bytes each has landed after
+
+    max(L t + n a + T(last group),  g t + a + (n - 1) T(g) + T(last group))
+        compute decides              the link decides              T(g) = messages(g) f + g b s
+
+from its start: the completion time of a pipeline of two stages. Sending the step whole is g = L, so
+the best g is never predicted to be slower than that.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from baton.online_fit import OnlineLinearFit
+
+_MIB = 1 << 20
+_LINK_PRIOR = (0.0003, 0.0005)  # seconds: per message, per MiB. The first message scales them
+# A finer group has to gain this share of the predicted time, because predictions are not exact and
+# fewer messages leave more of the machine to others.
+_MIN_GAIN = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """What a link takes to land messages, in seconds."""
+
+    message_seconds: float = _LINK_PRIOR[0]
+    byte_seconds: float = _LINK_PRIOR[1] / _MIB
+    max_payload_bytes: int = _MIB  # of one message
+
+    def transfer_seconds(self, num_layers: float, layer_bytes: int) -> float:
+        """Seconds until whole layers have landed, as many in a message as it carries."""
+        if not layer_bytes:
+            return 0.0
+        layers_per_message = self.max_payload_bytes // layer_bytes
+        if layers_per_message:
+            messages = math.ceil(num_layers / layers_per_message)
+        else:
+            messages = math.ceil(num_layers * math.ceil(layer_bytes / self.max_payload_bytes))
+        return messages * self.message_seconds + num_layers * layer_bytes * self.byte_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class LayeredStep:
+    """What is predicted of one step that hands its layers over."""
+
+    num_layers: int
+    layer_bytes: int  # that are handed over of each layer
+    layer_seconds: float  # to compute one layer
+    announce_seconds: float  # by which announcing a group slows the step
+    slack_seconds: float = 0.0  # how much later than the step's end its layers may land
+
+    def predict_seconds(self, group: int, link: LinkCost) -> float:
+        """Seconds from the step's start until its layers have landed, with groups of `group`.
+
+        At least until the step has ended. What later steps hide (`slack_seconds`) does not count.
+        """
+        groups = -(-self.num_layers // group)
+        last = self.num_layers - (groups - 1) * group
+        computed = self.num_layers * self.layer_seconds + groups * self.announce_seconds
+        first = group * self.layer_seconds + self.announce_seconds
+        sent = first + (groups - 1) * link.transfer_seconds(group, self.layer_bytes)
+        landed = max(computed, sent) + link.transfer_seconds(last, self.layer_bytes)
+        return max(computed, landed - self.slack_seconds)
+
+
+def choose_group_layers(step: LayeredStep, link: LinkCost) -> int:
+    """The number of layers to hand over together: the largest among the fastest.
+
+    All layers, or a power of two of them.
+    """
+    sizes = [step.num_layers]
+    sizes += [1 << bit for bit in reversed(range(step.num_layers.bit_length()))]
+    predicted = [step.predict_seconds(size, link) for size in sizes]
+    enough = min(predicted) + _MIN_GAIN * predicted[0]
+    return next(size for size, seconds in zip(sizes, predicted, strict=True) if seconds <= enough)
+
+
+@dataclass(frozen=True, slots=True)
+class BusyPeriod:
+    """Messages of one hand-off from the moment that nothing was on its way to the next such one."""
+
+    started_at: float
+    messages: int = 0
+    size: int = 0  # bytes
+
+    def with_message(self, size: int) -> "BusyPeriod":
+        return replace(self, messages=self.messages + 1, size=self.size + size)
+
+
+class LinkCostEstimator:
+    """Learns the cost of one link from busy periods, the newest ones weighing most.
+
+    A busy period is observed as a whole, because messages overlap: while one lands, the next is
+    written.
+    """
+
+    def __init__(self, max_payload_bytes: int) -> None:
+        self._fit = OnlineLinearFit(_LINK_PRIOR)
+        self.cost = LinkCost(max_payload_bytes=max_payload_bytes)
+
+    def observe_busy_period(self, period: BusyPeriod, ended_at: float) -> None:
+        """Everything that was sent in the period has landed."""
+        features = float(period.messages), period.size / _MIB
+        self._fit.add_observation(features, ended_at - period.started_at)
+        per_message, per_mib = self._fit.coefficients
+        self.cost = LinkCost(per_message, per_mib / _MIB, self.cost.max_payload_bytes)
