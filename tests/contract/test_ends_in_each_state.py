@@ -241,7 +241,13 @@ def test_every_frame_in_every_state(backend: str, state: InboundState, tmp_path:
             writer.send_seal()
             writer.send(
                 frames.OpenFrame(
-                    *writer.frame_ids, 1, pair.layout.num_layers, pair.layout.slab_bytes, 1, "x"
+                    *writer.frame_ids,
+                    frames.PROTOCOL_VERSION,
+                    pair.layout.num_layers,
+                    pair.layout.slab_bytes,
+                    window_bytes=1,
+                    host_id="x",
+                    writer_process=pair.writer_name,
                 )
             )
             writer.send(frames.AbortFrame(*writer.frame_ids, code="cancelled", message=""))
