@@ -43,8 +43,8 @@ from baton.types import (
     TokenLogprobs,
     mint_id,
 )
-from kv_transfer.core.handoff_common import CUDA_IPC
 from kv_transfer.plane import (
+    CUDA_IPC,
     InboundFenced,
     InboundLost,
     InboundPlane,

@@ -17,7 +17,7 @@ from baton.shared_memory.segment import Segment, compute_host_id
 from baton.types import Incarnation
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.events import InboundEvent, OutboundEvent
-from kv_transfer.device.device_memory import DeviceMemory
+from kv_transfer.device.device_memory import TransferDevice
 from kv_transfer.kv_receiver import KVReceiver
 from kv_transfer.kv_sender import KVSender
 from kv_transfer.plane import InboundPlane, OutboundPlane
@@ -68,7 +68,7 @@ def settings_from_config(config: MemberConfig) -> TransferSettings:
     )
 
 
-def make_inbound_plane(parts: PlaneContext, device: DeviceMemory | None = None) -> InboundPlane:
+def make_inbound_plane(parts: PlaneContext, device: TransferDevice | None = None) -> InboundPlane:
     """Decode's plane over the node's arena. It has no incarnation until `rejoin`.
 
     `device` is the memory that the node computes in, if it is not the arena."""
@@ -86,7 +86,7 @@ def make_inbound_plane(parts: PlaneContext, device: DeviceMemory | None = None) 
     )
 
 
-def make_outbound_plane(parts: PlaneContext, device: DeviceMemory | None = None) -> OutboundPlane:
+def make_outbound_plane(parts: PlaneContext, device: TransferDevice | None = None) -> OutboundPlane:
     """Prefill's plane over all blocks that the node can read. No incarnation until `rejoin`."""
     return build_kv_sender(
         arena=parts.block_memory,
@@ -113,7 +113,7 @@ def build_kv_receiver(
     host_id: str = "",
     clock: Clock = monotonic_clock,
     failpoints: Failpoints = FAILPOINTS,
-    device: DeviceMemory | None = None,
+    device: TransferDevice | None = None,
 ) -> KVReceiver:
     """Decode's plane over the blocks in `arena`, and over `device` with the same blocks.
 
@@ -146,7 +146,7 @@ def build_kv_sender(
     host_id: str = "",
     clock: Clock = monotonic_clock,
     failpoints: Failpoints = FAILPOINTS,
-    device: DeviceMemory | None = None,
+    device: TransferDevice | None = None,
 ) -> KVSender:
     """Prefill's plane over the blocks in `arena`, which are read in `device` if there is one.
 

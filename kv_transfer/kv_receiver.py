@@ -12,7 +12,7 @@ from kv_transfer.arena.slab_copier import SlabCopier
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.handoff_common import CUDA_IPC, ArenaShape, is_one_sided
 from kv_transfer.device.arena_export import export_device
-from kv_transfer.device.device_memory import DeviceMemory
+from kv_transfer.device.device_memory import TransferDevice
 from kv_transfer.plane import InboundEvent, InboundLost
 from kv_transfer.plane_threads import PlaneThread, exit_process
 from kv_transfer.receiver_loop import ReceiverLoop
@@ -36,17 +36,15 @@ class KVReceiver:
         clock: Clock = monotonic_clock,
         failpoints: Failpoints = FAILPOINTS,
         on_internal_error: Callable[[], None] = exit_process,
-        device: DeviceMemory | None = None,
+        device: TransferDevice | None = None,
     ) -> None:
         """The plane closes `link` and `fences`.
 
         `fences` are the arena's, None if it is not a segment: then no writer may be one-sided.
         `device` is the memory that the node computes in, if peers may write to it."""
-        self._device = device
-        self._export = export_device(device, fences)
+        self._device, self._export = device, export_device(device, fences)
         self._copier = SlabCopier(arena, layout)
-        self._link = link
-        self._fences = fences
+        self._link, self._fences = link, fences
         self._host_id = host_id
         self._settings = settings
         self._emit = emit

@@ -7,11 +7,10 @@ from baton.kv.blocks import KVLayout
 from baton.process.clock import Clock, monotonic_clock
 from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket
-from kv_transfer.arena.slab_copier import SlabCopier
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.handoff_common import ArenaShape
 from kv_transfer.core.send_queue import ReadySlabs
-from kv_transfer.device.device_memory import DeviceMemory
+from kv_transfer.device.device_memory import TransferDevice
 from kv_transfer.device.writer_process import name_writer
 from kv_transfer.plane import LinkCost, OutboundAborted, OutboundEvent, SealInfo
 from kv_transfer.plane_threads import PlaneThread, exit_process
@@ -36,18 +35,17 @@ class KVSender:
         clock: Clock = monotonic_clock,
         failpoints: Failpoints = FAILPOINTS,
         on_internal_error: Callable[[], None] = exit_process,
-        device: DeviceMemory | None = None,
+        device: TransferDevice | None = None,
     ) -> None:
         """`dialers` by the scheme of the endpoints that they dial. The plane closes them.
 
         `device` is the memory that slabs are read in, if it is not `arena`."""
-        copier = SlabCopier(arena, layout)
-        self._num_blocks = copier.arena_slabs.num_blocks
         self._layout = layout
         self._emit = emit
         self._clock = clock
         self._device = device
-        writers = SlabWriters(copier, layout, settings, device)
+        writers = SlabWriters(arena, layout, settings, device)
+        self._num_blocks = writers.num_blocks
         self._loop = SenderLoop(
             writers=writers,
             shape=ArenaShape(layout.num_layers, layout.num_kv_heads, layout.slab_bytes),
@@ -69,10 +67,6 @@ class KVSender:
     def endpoint(self) -> str:
         """What tells decode that a device writes; else empty, because a writer is not dialled."""
         return "" if self._device is None else name_writer(self._device.writer_name)
-
-    @property
-    def reads_device_memory(self) -> bool:
-        return self._device is not None
 
     def rejoin(self, incarnation: Incarnation) -> None:
         self._thread.post_command(lambda: self._loop.rejoin(incarnation))

@@ -34,9 +34,11 @@ from kv_transfer.core.events import (
     OutboundEvent,
     SealInfo,
 )
+from kv_transfer.core.handoff_common import CUDA_IPC
 from kv_transfer.core.layer_groups import LinkCost
 
 __all__ = [
+    "CUDA_IPC",
     "HandoffStats",
     "InboundEvent",
     "InboundFenced",
@@ -51,6 +53,7 @@ __all__ = [
     "OutboundEvent",
     "OutboundPlane",
     "SealInfo",
+    "reads_device_memory",
 ]
 
 
@@ -110,11 +113,6 @@ class OutboundPlane(Protocol):
     @property
     def endpoint(self) -> str:
         """What tells decode that a device writes; else empty: a writer is never dialled."""
-        ...
-
-    @property
-    def reads_device_memory(self) -> bool:
-        """Whether slabs are read where the engine computes, instead of in the host's arena."""
         ...
 
     def rejoin(self, incarnation: Incarnation) -> None:
@@ -178,3 +176,8 @@ class OutboundPlane(Protocol):
     def close(self) -> None:
         """Stop the thread. Every open hand-off ends in OutboundAborted first."""
         ...
+
+
+def reads_device_memory(plane: OutboundPlane) -> bool:
+    """Whether slabs are read where the engine computes, instead of in the host's arena."""
+    return bool(plane.endpoint)

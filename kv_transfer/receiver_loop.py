@@ -29,7 +29,7 @@ from kv_transfer.core.inbound_handoff import (
 )
 from kv_transfer.core.lease_table import LeaseTable
 from kv_transfer.device.device_landing import DeviceLanding, DeviceLandings
-from kv_transfer.device.device_memory import DeviceMemory, QueuedWork
+from kv_transfer.device.device_memory import QueuedWork, TransferDevice
 from kv_transfer.transports.links import DecodeLink, LinkMessage, Pollable
 
 _MESSAGES_PER_TURN = 64  # messages handled before commands and timers get their turn again
@@ -59,7 +59,7 @@ class ReceiverLoop:
         emit: Callable[[InboundEvent], None],
         clock: Clock,
         failpoints: Failpoints,
-        device: DeviceMemory | None = None,
+        device: TransferDevice | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()  # read by any thread
         self.unmappable_hosts: set[str] = set()  # read by any thread
@@ -82,7 +82,7 @@ class ReceiverLoop:
         self._has_more_work = False
         self.landings = None if device is None else self._make_landings(device)
 
-    def _make_landings(self, device: DeviceMemory) -> DeviceLandings:
+    def _make_landings(self, device: TransferDevice) -> DeviceLandings:
         return DeviceLandings(
             device,
             self._settings.segment_folder,

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import assert_never
 
 from baton.errors import BatonError, HandoffFailed, PeerUnreachable, StaleMessage
@@ -255,13 +256,8 @@ class SenderLoop:
             and now - link.last_heard_at >= self._settings.progress_timeout
         ):
             # The peer may be alive, but this link is dead: the next hand-off dials a new one.
-            self._drop_link(
-                peer,
-                LinkLoss(
-                    PeerUnreachable(f"transfer link to {peer[0]}: silent (progress_timeout)"),
-                    was_up=True,
-                ),
-            )
+            error = PeerUnreachable(f"transfer link to {peer[0]}: silent (progress_timeout)")
+            self._drop_link(peer, LinkLoss(error, was_up=True))
 
     def _drop_link(self, peer: PeerKey, loss: LinkLoss) -> None:
         self.counters["links_lost"] += 1
@@ -287,9 +283,7 @@ class SenderLoop:
         self._apply_outputs(handoff, outputs)
         if write is None:
             return False
-        path, ticket = handoff.path, handoff.machine.ticket
-        assert path is not None
-        assert ticket is not None
+        assert handoff.path is not None
         size = write.slab_range.num_slabs * self._shape.slab_bytes
         period = handoff.busy_period or BusyPeriod(started)
         handoff.busy_period = period.with_message(size)
@@ -298,13 +292,8 @@ class SenderLoop:
         except HandoffFailed as error:
             self._apply_outputs(handoff, handoff.machine.fail_write(error))
             return True
-        self._writers.start_write(
-            path,
-            ticket,
-            write,
-            action,
-            lambda result: self._end_write(handoff, write, action, result),
-        )
+        on_end = partial(self._end_write, handoff, write, action)
+        self._writers.start_write(handoff.path, write, action, on_end)
         return True
 
     def _end_write(

@@ -21,7 +21,7 @@ from kv_transfer.core.handoff_common import CUDA_IPC, is_one_sided
 from kv_transfer.core.send_queue import OutgoingWrite, SendSettings
 from kv_transfer.core.writer_lock import NoLock, WriterLock
 from kv_transfer.device.device_fence import DeviceTicketLock
-from kv_transfer.device.device_memory import DeviceFailed, DeviceMemory
+from kv_transfer.device.device_memory import DeviceFailed, TransferDevice
 from kv_transfer.device.device_peers import DevicePeer, DevicePeers, DeviceWriter
 from kv_transfer.transports.shm_arena import PeerArena, PeerArenas, TicketLock
 
@@ -30,6 +30,7 @@ from kv_transfer.transports.shm_arena import PeerArena, PeerArenas, TicketLock
 class WritePath:
     """How the slabs of one ticket are written."""
 
+    ticket: Ticket
     settings: SendSettings
     lock: WriterLock
     peer_arena: PeerArena | None = None  # mapped, if this process writes to it itself
@@ -57,16 +58,17 @@ class SlabWriters:
 
     def __init__(
         self,
-        copier: SlabCopier,
+        arena: memoryview,
         layout: KVLayout,
         settings: TransferSettings,
-        device: DeviceMemory | None,
+        device: TransferDevice | None,
     ) -> None:
-        """`device`: the memory that slabs are read in, if it is not the copier's arena."""
+        """`device`: the memory that slabs are read in, if it is not `arena`."""
         # Runs a command on the plane's thread; called from threads of the device.
         self.post_command: Callable[[Callable[[], None]], bool] = lambda _: False
         self.writer_process = "" if device is None else device.writer_name
-        self._copier = copier
+        self._copier = SlabCopier(arena, layout)
+        self.num_blocks = self._copier.arena_slabs.num_blocks
         self._settings = settings
         self._arenas = PeerArenas(settings.segment_folder, layout)
         self._device: DeviceWriter | None = None
@@ -91,9 +93,10 @@ class SlabWriters:
         if self._device is not None:  # which copies one layer at a time to host memory
             settings = replace(settings, layers_per_message=1)
         if not is_one_sided(ticket.transport):
-            return WritePath(settings=settings, lock=NoLock())
+            return WritePath(ticket=ticket, settings=settings, lock=NoLock())
         arena = self._arenas.get(ticket)
-        return WritePath(settings=settings, lock=TicketLock(arena, ticket), peer_arena=arena)
+        lock = TicketLock(arena, ticket)
+        return WritePath(ticket=ticket, settings=settings, lock=lock, peer_arena=arena)
 
     def _open_device_path(self, ticket: Ticket, settings: SendSettings) -> WritePath:
         if self._device is None:
@@ -104,13 +107,15 @@ class SlabWriters:
             settings,
             max_payload_bytes=self._settings.device_payload_bytes,
             window_bytes=self._settings.device_credit_bytes,
+            initial_window_bytes=0,  # decode's own steps may still write to the blocks
         )
-        return WritePath(settings=settings, lock=lock, device_peer=peer, device_lock=lock)
+        return WritePath(
+            ticket=ticket, settings=settings, lock=lock, device_peer=peer, device_lock=lock
+        )
 
     def start_write(
         self,
         path: WritePath,
-        ticket: Ticket,
         write: OutgoingWrite,
         action: FailpointAction | None,
         on_end: OnWritten,
@@ -118,12 +123,12 @@ class SlabWriters:
         """Write slabs, or begin to; `on_end` is called here, or later on the plane's thread."""
         try:
             if path.device_peer is not None:
-                self._start_device_write(path, path.device_peer, ticket, write, action, on_end)
+                self._start_device_write(path, path.device_peer, write, action, on_end)
             elif self._device is not None:
-                self._start_device_read(self._device, path, ticket, write, action, on_end)
+                self._start_device_read(self._device, path, write, action, on_end)
             else:
                 payload, checksum = self._copier.read_slabs(write, action)
-                on_end(self._place(path, ticket, write, payload, checksum))
+                on_end(self._place(path, write, payload, checksum))
         except DeviceFailed as error:
             on_end(_abandon(path, error))
 
@@ -131,7 +136,6 @@ class SlabWriters:
         self,
         path: WritePath,
         peer: DevicePeer,
-        ticket: Ticket,
         write: OutgoingWrite,
         action: FailpointAction | None,
         on_end: OnWritten,
@@ -139,7 +143,7 @@ class SlabWriters:
         assert self._device is not None
         self._device.start_write(
             peer,
-            ticket,
+            path.ticket,
             write,
             lambda result: on_end(
                 _abandon(path, result)
@@ -153,7 +157,6 @@ class SlabWriters:
         self,
         device: DeviceWriter,
         path: WritePath,
-        ticket: Ticket,
         write: OutgoingWrite,
         action: FailpointAction | None,
         on_end: OnWritten,
@@ -162,14 +165,13 @@ class SlabWriters:
             if isinstance(result, DeviceFailed):
                 on_end(result)
             else:
-                on_end(self._place(path, ticket, write, *finish_payload(result, action)))
+                on_end(self._place(path, write, *finish_payload(result, action)))
 
         device.start_read(write, end_read)
 
     def _place(
         self,
         path: WritePath,
-        ticket: Ticket,
         write: OutgoingWrite,
         payload: memoryview,
         checksum: int,
@@ -177,7 +179,7 @@ class SlabWriters:
         """Copy a payload to decode's mapped arena, if it does not travel inline."""
         if path.peer_arena is None:
             return WrittenSlabs(checksum, payload)
-        path.peer_arena.copier.write_slabs(ticket, write.slab_range, payload)
+        path.peer_arena.copier.write_slabs(path.ticket, write.slab_range, payload)
         return WrittenSlabs(checksum, None)
 
     def unmap_peer(self, owner: Incarnation) -> None:

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from kv_kernels.triton.block_copy import SlabPlaces, count_checksum_parts, launch_slab_move
-from kv_transfer.device.cuda_driver_api import CudaDriver
+from kv_transfer.device.cuda_driver_api import CudaWorkDriver
 from kv_transfer.device.cuda_views import view_device_words, view_pinned_words
 
 _REPEATS = 10
@@ -70,7 +70,7 @@ class ArenaOwner:
 
 def own_memory(device: int, size: int) -> None:
     """Allocate and export memory, and wait until the standard input ends."""
-    driver = CudaDriver(device)
+    driver = CudaWorkDriver(device)
     sys.stdout.write(driver.export_memory(driver.allocate(size)).hex() + "\n")
     sys.stdout.flush()
     sys.stdin.read()
@@ -173,7 +173,7 @@ def measure(shape: HandoffShape) -> dict[str, float]:
     has_peer_gpu = torch.cuda.device_count() > 1
     owner = ArenaOwner(1 if has_peer_gpu else 0, shape.total_bytes)
     try:
-        driver = CudaDriver(0)
+        driver = CudaWorkDriver(0)
         peer = view_device_words(driver.open_memory(owner.handle), shape.total_bytes)
         copies = HandoffCopies(shape, peer)
         rates = {"contiguous": _rate(shape, partial(copies.peer.copy_, copies.source))}

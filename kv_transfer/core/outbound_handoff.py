@@ -35,7 +35,7 @@ from kv_transfer.core.events import (
     OutboundEvent,
     SealInfo,
 )
-from kv_transfer.core.handoff_common import CUDA_IPC, NEVER, ArenaShape, IgnoredInput
+from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
 from kv_transfer.core.send_queue import (
     OutgoingWrite,
     ReadySlabs,
@@ -99,17 +99,12 @@ class OutboundHandoff:
 
     @property
     def deadline(self) -> float:
-        return (
-            min(self.next_renewal_at, self._answer_deadline)
-            if self.state in _OPEN_STATES
-            else NEVER
-        )
+        deadline = min(self.next_renewal_at, self._answer_deadline)
+        return deadline if self.state in _OPEN_STATES else NEVER
 
     @property
     def _answer_deadline(self) -> float:
-        waiting = (
-            self.state is OutboundState.SEALED or self.unacked_bytes > 0 or self.window_bytes == 0
-        )
+        waiting = self.state is OutboundState.SEALED or self.unacked_bytes or not self.window_bytes
         return self.last_progress_at + self.settings.answer_timeout if waiting else NEVER
 
     def is_answer_overdue(self, now: float) -> bool:
@@ -150,9 +145,7 @@ class OutboundHandoff:
         return []
 
     def set_ticket(self, ticket: Ticket, lock: WriterLock, now: float) -> list[OutboundOutput]:
-        """Accept the ticket: the destination is known, and queued slabs may be sent.
-
-        A device writes nothing before decode's first Credit."""
+        """Accept the ticket: queued slabs may be sent. A device waits for decode's first Credit."""
         if self.state is not OutboundState.UNTICKETED:
             return [IgnoredInput("ticket")]
         if (
@@ -168,8 +161,7 @@ class OutboundHandoff:
             )
         self.state = OutboundState.STREAMING
         self.ticket, self.lock = ticket, lock
-        if ticket.transport == CUDA_IPC:
-            self.window_bytes = 0
+        self.window_bytes = self.settings.initial_window_bytes
         self.send_queue = tuple(
             piece for ready in self.send_queue for piece in self._clip_to_missing(ready)
         )
@@ -210,9 +202,7 @@ class OutboundHandoff:
         """Take the next slabs to read and send, if some are ready and there is credit.
 
         `finish_write` or `fail_write` must follow."""
-        if self.state is not OutboundState.STREAMING or not self.send_queue:
-            return None, []
-        if self.window_bytes == 0:
+        if self.state is not OutboundState.STREAMING or not (self.send_queue and self.window_bytes):
             return None, []
         slab = self.shape.slab_bytes
         room = min(self.settings.max_payload_bytes, self.window_bytes - self.unacked_bytes)

@@ -9,12 +9,12 @@ from baton.errors import PeerUnreachable, UnmappableSegment
 from baton.kv.blocks import KVLayout
 from baton.shared_memory.fence import ArenaFences
 from baton.shared_memory.segment import DEVICE_SUFFIX, open_peer_segment
-from kv_transfer.device.device_memory import ArenaExport, DeviceMemory
+from kv_transfer.device.device_memory import ArenaExport, TransferDevice
 
 _MAX_EXPORT_BYTES = 4096
 
 
-def export_device(device: DeviceMemory | None, fences: ArenaFences | None) -> Path | None:
+def export_device(device: TransferDevice | None, fences: ArenaFences | None) -> Path | None:
     """Let peers open the arena of a node's device. Returns the file. Raises UnmappableSegment."""
     if device is None:
         return None

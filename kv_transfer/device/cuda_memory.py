@@ -1,4 +1,4 @@
-"""DeviceMemory of an NVIDIA GPU: a torch tensor, exported and opened by CUDA IPC.
+"""TransferDevice of an NVIDIA GPU: a torch tensor, exported and opened by CUDA IPC.
 
 Copies run on streams of their own, beside the steps of the node. The kernel writes the parts of the
 checksums to pinned memory itself, and block numbers are uploaded once for all layers of a hand-off,
@@ -81,7 +81,7 @@ class CudaPeerMemory:
 
 
 class CudaMemory:
-    """The arena of a node on a GPU; a DeviceMemory."""
+    """The arena of a node on a GPU; a TransferDevice."""
 
     driver_file = Path(UVM_FILE)
 
@@ -94,7 +94,7 @@ class CudaMemory:
         *,
         receives: bool,
     ) -> None:
-        """`writer_name`: that of the published WriterProcess, empty if peers are not written to.
+        """`writer_name`: that of the published ProvableWriter, empty if peers are not written to.
 
         Raises UnmappableSegment for slabs that the kernel cannot copy, and CudaError.
         """
@@ -128,7 +128,7 @@ class CudaMemory:
                     if isinstance(result, DeviceFailed):
                         raise result
 
-    # DeviceMemory
+    # TransferDevice
 
     def export_arena(self) -> ArenaExport:
         address = self._words.data_ptr()

@@ -20,7 +20,7 @@ from kv_transfer.core import frames
 from kv_transfer.core.handoff_common import NEVER
 from kv_transfer.core.inbound_handoff import InboundHandoff, InboundOutput, InboundState
 from kv_transfer.device.device_fence import DeviceTicketFence, WriterProofs
-from kv_transfer.device.device_memory import DeviceFailed, DeviceMemory, QueuedWork
+from kv_transfer.device.device_memory import DeviceFailed, QueuedWork, TransferDevice
 from kv_transfer.device.writer_process import parse_writer
 
 _MAX_WAITING_FRAMES = 4096  # of one ticket: a hand-off has fewer
@@ -54,7 +54,7 @@ class DeviceLandings:
 
     def __init__(
         self,
-        device: DeviceMemory,
+        device: TransferDevice,
         folder: Path,
         block_bytes: int,
         post: Callable[[Callable[[], None]], bool],

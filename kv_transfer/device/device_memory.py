@@ -1,6 +1,6 @@
 """The memory in which a node computes, as its transfer plane sees it.
 
-    this node's arena       DeviceMemory      cuda_memory.py, host_memory.py
+    this node's arena       TransferDevice      cuda_memory.py, host_memory.py
     a peer's arena          PeerMemory        opened from an ArenaExport
 
 Work is queued and ends later: its result is passed to a callback, on a thread of the
@@ -27,7 +27,7 @@ class DeviceFailed(HandoffFailed):
 class ArenaExport(msgspec.Struct, frozen=True):
     """How another process of this host opens an arena. Plain data, in a file."""
 
-    kind: str  # of DeviceMemory: cuda or host
+    kind: str  # of TransferDevice: cuda or host
     device: str  # identity of the device that has the memory
     pid: int  # of the owner
     address: int  # in the owner
@@ -75,7 +75,7 @@ class PeerMemory(Protocol):
         ...
 
 
-class DeviceMemory(Protocol):
+class TransferDevice(Protocol):
     """This node's arena, on one device."""
 
     @property
@@ -87,7 +87,7 @@ class DeviceMemory(Protocol):
 
     @property
     def driver_file(self) -> Path:
-        """The file that writers to this memory lock; see WriterProcess."""
+        """The file that writers to this memory lock; see ProvableWriter."""
         ...
 
     @property

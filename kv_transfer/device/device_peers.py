@@ -9,7 +9,7 @@ from baton.shared_memory.fence import WriterFences
 from baton.types import Incarnation, Ticket
 from kv_transfer.core.send_queue import OutgoingWrite
 from kv_transfer.device.arena_export import read_export
-from kv_transfer.device.device_memory import DeviceFailed, DeviceMemory, OnChecksum, PeerMemory
+from kv_transfer.device.device_memory import DeviceFailed, OnChecksum, PeerMemory, TransferDevice
 
 
 class DevicePeer:
@@ -56,7 +56,7 @@ class DevicePeer:
 class DevicePeers:
     """The opened arenas, by segment name. Plane's thread only."""
 
-    def __init__(self, device: DeviceMemory, folder: Path, layout: KVLayout) -> None:
+    def __init__(self, device: TransferDevice, folder: Path, layout: KVLayout) -> None:
         self._device = device
         self._folder = folder
         self._layout = layout
@@ -112,7 +112,7 @@ class DeviceWriter:
 
     def __init__(
         self,
-        device: DeviceMemory,
+        device: TransferDevice,
         peers: DevicePeers,
         block_bytes: int,
         post: Callable[[Callable[[], None]], bool],

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from baton.errors import UnmappableSegment
-from kv_transfer.device.cuda_driver_api import UVM_FILE, CudaDriver, CudaError
+from kv_transfer.device.cuda_driver_api import UVM_FILE, CudaError, CudaWorkDriver
 from kv_transfer.device.writer_process import WriterProof
 
 _REGION_BYTES = 1 << 16
@@ -44,7 +44,7 @@ class SlowWriter:
     """A process that writes into a region of this process's device memory."""
 
     def __init__(
-        self, driver: CudaDriver, folder: Path, mode: str, region_bytes: int = _REGION_BYTES
+        self, driver: CudaWorkDriver, folder: Path, mode: str, region_bytes: int = _REGION_BYTES
     ) -> None:
         self._driver = driver
         self._folder = folder
@@ -145,7 +145,7 @@ def kill_and_watch(
 def check_fence(device_index: int, folder: Path) -> FenceTrial:
     """Kill a slow writer and compare. Raises FenceFailed if the rule does not hold here."""
     try:
-        driver = CudaDriver(device_index)
+        driver = CudaWorkDriver(device_index)
         with SlowWriter(driver, folder, "running") as writer:
             proof = writer.wait_until_ready()
             writer.start_writing()

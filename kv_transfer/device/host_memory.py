@@ -69,7 +69,7 @@ class HostPeerMemory:
 
 
 class HostMemory:
-    """An arena in host memory as if it were a device's; a DeviceMemory."""
+    """An arena in host memory as if it were a device's; a TransferDevice."""
 
     driver_file = NO_DRIVER_FILE
     receives = True

@@ -11,7 +11,7 @@ hold:
 - a lock on the driver's own file, on a descriptor that the driver itself has opened, which forked
   children inherit.
 
-`WriterProcess` is the writer's end, `WriterProof` that of the owner of the memory.
+`ProvableWriter` is the writer's end, `WriterProof` that of the owner of the memory.
 """
 
 import fcntl
@@ -55,7 +55,7 @@ class UnprovableEnd(Exception):
     """The end of this process's device work could not be proven. The message says why."""
 
 
-class WriterProcess:
+class ProvableWriter:
     """This process as a writer. Created before the device's driver is initialized."""
 
     def __init__(self, folder: Path) -> None:

@@ -34,18 +34,11 @@ from baton.process.startup import STARTUP
 from baton.shared_memory import segment as segments
 from baton.structured_output.tokenizer_file import find_tokenizer_file
 from baton.types import BlockIndex, NodeName, Role, mint_id
-from decode_node.decode_role import DecodeRole
 from decode_node.default_limits import DECODE_LIMITS
+from decode_node.role_factory import make_decode_role
 from kv_pool.client.factory import make_pool_client
-from kv_transfer.core.handoff_common import CUDA_IPC
-from kv_transfer.device.device_memory import DeviceMemory
-from kv_transfer.device.open_device import (
-    open_cuda_memory,
-    open_host_memory,
-    open_writer_process,
-)
-from kv_transfer.device.writer_process import WriterProcess
-from kv_transfer.factory import make_inbound_plane, make_outbound_plane
+from kv_transfer.device.device_memory import TransferDevice
+from kv_transfer.device.open_device import open_device, open_writer
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand
 from node_engine.core.scheduling.capacity import SchedulerLimits
@@ -74,12 +67,12 @@ from node_engine.host.host_arena import HostArena, create_host_arena, require_ca
 from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.node_runtime import NodeRuntime, call_on_loop
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
-from node_engine.roles.role_policy import RoleContext, RolePolicy
+from node_engine.roles.role_policy import RoleContext
 from node_engine.shared_pool.pool_client import SharedPoolClient
 from node_engine.shared_pool.pool_connector import PoolConnector, PoolLookups
 from node_engine.structured_output.constrained_orders import ConstrainedOrders
 from prefill_node.default_limits import PREFILL_LIMITS
-from prefill_node.prefill_role import PrefillRole
+from prefill_node.role_factory import make_prefill_role
 
 if TYPE_CHECKING:  # llguidance is imported only if a model with a tokenizer is served
     from node_engine.structured_output.constraint_factory import ConstraintFactory
@@ -114,9 +107,7 @@ async def run_node(
     log.configure_logging(config.log_level, config.log_format, node=name)
     segments.remove_stale_segments(Path(config.segment_dir))
     with ExitStack() as opened:
-        writer = open_writer(config)  # before torch opens files of the GPU
-        if writer is not None:
-            opened.callback(writer.close)
+        writer = open_writer(config, opened)  # before torch opens files of the GPU
         device = await asyncio.to_thread(resolve_device_type, config)
         STARTUP.end_phase("engine_imports")
         limits = choose_step_limits(config, role, device)
@@ -137,10 +128,8 @@ async def run_node(
         measured = await asyncio.to_thread(measure_engine, engine, arena.num_blocks, limits, device)
         limits = choose_measured_limits(config, limits, measured)
         files = await asyncio.to_thread(load_model_files, config)
-        memory = await asyncio.to_thread(open_device_memory, config, device, engine, arena, writer)
-        if memory is not None:
-            opened.callback(memory.close)
-        factories = role_factories or make_role_factories(memory)
+        transfer = await asyncio.to_thread(open_device, config, engine, arena, writer, opened)
+        factories = role_factories or make_role_factories(transfer)
         node = assemble_node(
             config, limits, measured, role, name, engine, arena, constraints, files, factories
         )
@@ -384,60 +373,11 @@ def connect_pool_client(
     return make_pool_client(arena.pool_space.build_client_context(config, name, host_id, engine))
 
 
-def open_writer(config: NodeConfig) -> WriterProcess | None:
-    """Prepare the proof that this process writes no more; before any call of CUDA."""
-    may_use_gpu = config.engine != "paced" and config.device != "cpu"
-    return open_writer_process(Path(config.segment_dir), config.transport, may_use_gpu=may_use_gpu)
-
-
-def open_device_memory(
-    config: NodeConfig,
-    device: DeviceType,
-    engine: Engine,
-    arena: HostArena,
-    writer: WriterProcess | None,
-) -> DeviceMemory | None:
-    """The memory that the engine computes in, for peers of this host; None if KV is staged.
-
-    Raises ConfigError if --transport cuda_ipc cannot be used.
-    """
-    folder = Path(config.segment_dir)
-    if writer is None:
-        return None
-    if device == "cpu":
-        if config.transport != CUDA_IPC:
-            return None
-        return open_host_memory(
-            arena.block_memory,
-            arena.num_blocks,
-            engine.layout,
-            folder,
-            arena.segment.name,
-            writer,
-        )
-    from node_engine.model.gpu.gpu_engine import GpuEngine  # imports triton
-
-    assert isinstance(engine, GpuEngine)
-    return open_cuda_memory(
-        engine.device_arena, arena.num_blocks, engine.layout, folder, config.transport, writer
-    )
-
-
-def make_prefill_role(context: RoleContext, memory: DeviceMemory | None = None) -> RolePolicy:
-    """Raises ConfigError if the transfer plane cannot be built."""
-    return PrefillRole(context, make_outbound_plane(context, memory))
-
-
-def make_decode_role(context: RoleContext, memory: DeviceMemory | None = None) -> RolePolicy:
-    """Raises ConfigError if the transfer plane cannot be built."""
-    return DecodeRole(context, make_inbound_plane(context, memory))
-
-
-def make_role_factories(memory: DeviceMemory | None) -> Mapping[Role, RoleFactory]:
-    """What makes the roles of a node with this device memory."""
+def make_role_factories(device: TransferDevice | None) -> Mapping[Role, RoleFactory]:
+    """What makes the roles of a node with this device."""
     return {
-        Role.PREFILL: partial(make_prefill_role, memory=memory),
-        Role.DECODE: partial(make_decode_role, memory=memory),
+        Role.PREFILL: partial(make_prefill_role, device=device),
+        Role.DECODE: partial(make_decode_role, device=device),
     }
 
 

@@ -13,20 +13,20 @@ from numpy.typing import NDArray
 
 from baton.kv.blocks import KVLayout
 from baton.shared_memory.segment import Segment
-from kv_transfer.device.device_memory import DeviceMemory
+from kv_transfer.device.device_memory import TransferDevice
 from kv_transfer.device.host_memory import HOST_DEVICE, HostMemory
-from kv_transfer.device.writer_process import NO_DRIVER_FILE, WriterProcess
+from kv_transfer.device.writer_process import NO_DRIVER_FILE, ProvableWriter
 
 
 @dataclass(frozen=True)
 class DevicePair:
     """Device memory of decode and prefill, and their blocks as tests see them."""
 
-    decode: DeviceMemory
-    prefill: DeviceMemory
+    decode: TransferDevice
+    prefill: TransferDevice
     decode_arena: Any  # [block][layer][byte]
     prefill_arena: Any
-    writer: WriterProcess | None = None  # to be closed
+    writer: ProvableWriter | None = None  # to be closed
 
     def close(self) -> None:
         self.prefill.close()
@@ -43,7 +43,7 @@ def make_host_pair(
 ) -> DevicePair:
     """Both ends in host memory: decode's in its segment, prefill's in `source`."""
     shape = (-1, layout.num_layers, layout.slab_bytes)
-    writer = WriterProcess(folder)
+    writer = ProvableWriter(folder)
     writer.publish(HOST_DEVICE, NO_DRIVER_FILE)
     decode, prefill = (
         HostMemory(memory, size // layout.block_bytes, layout, folder, arena.name, writer.name)

@@ -19,13 +19,13 @@ from baton.kv.blocks import KVLayout
 from baton.shared_memory.segment import WRITER_NAME, Segment
 from kv_transfer.device.cuda_driver_api import UVM_FILE, CudaDriver
 from kv_transfer.device.cuda_memory import CudaMemory
-from kv_transfer.device.writer_process import WriterProcess
+from kv_transfer.device.writer_process import ProvableWriter
 from tests.contract.device_pair import DevicePair
 from tests.contract.transfer_pair import DEVICE_PAIRS
 
 _FOLDER = Path(tempfile.mkdtemp(prefix="baton-cuda-pairs-"))
 atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
-_WRITER = WriterProcess(_FOLDER)  # no import has initialized CUDA
+_WRITER = ProvableWriter(_FOLDER)  # no import has initialized CUDA
 
 
 class DeviceArena:

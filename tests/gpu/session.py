@@ -19,7 +19,7 @@ _LAST_LINES = 14  # of a stage's output that the summary shows
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class SessionStage:
     """One command of a session."""
 
     name: str
@@ -41,21 +41,21 @@ def _ttft(transport: str) -> tuple[str, ...]:
 
 
 STAGES = (
-    Stage("kernel", 90, _pytest("tests/gpu/test_slab_moves_on_gpu.py")),
-    Stage("fencing", 170, _pytest("tests/gpu/test_fencing_on_gpu.py")),
-    Stage(
+    SessionStage("kernel", 90, _pytest("tests/gpu/test_slab_moves_on_gpu.py")),
+    SessionStage("fencing", 170, _pytest("tests/gpu/test_fencing_on_gpu.py")),
+    SessionStage(
         "contract",
         120,
         _pytest("-p", "tests.gpu.cuda_pairs", "tests/contract", "-k", "cuda_ipc", "--maxfail=8"),
     ),
-    Stage("handoff", 240, _pytest("-x", "tests/gpu/test_handoff_on_gpu.py")),
-    Stage("ttft_ipc", 240, _ttft("auto")),
-    Stage("ttft_shm", 240, _ttft("shm")),
-    Stage("copies", 90, ("-m", "benchmarks.device.peer_copies")),
+    SessionStage("handoff", 240, _pytest("-x", "tests/gpu/test_handoff_on_gpu.py")),
+    SessionStage("ttft_ipc", 240, _ttft("auto")),
+    SessionStage("ttft_shm", 240, _ttft("shm")),
+    SessionStage("copies", 90, ("-m", "benchmarks.device.peer_copies")),
 )
 
 
-def run_stage(stage: Stage, folder: Path, seconds: float) -> str:
+def run_stage(stage: SessionStage, folder: Path, seconds: float) -> str:
     """Run a stage; returns its lines of the summary."""
     log = folder / f"{stage.name}.log"
     started = time.monotonic()

@@ -97,7 +97,7 @@ class FakeInbound:
 class FakeOutbound:
     """Prefill's plane: remembers which slabs were announced, and from where."""
 
-    endpoint: str = "tcp://127.0.0.1:3"
+    endpoint: str = ""
     opened: dict[AttemptKey, int] = field(default_factory=dict)
     tickets: dict[AttemptKey, Ticket] = field(default_factory=dict)
     ready: dict[AttemptKey, list[tuple[int, int, tuple[BlockIndex, ...]]]] = field(
@@ -118,8 +118,6 @@ class FakeOutbound:
 
     def set_ticket(self, key: AttemptKey, ticket: Ticket) -> None:
         self.tickets[key] = ticket
-
-    reads_device_memory = False
 
     def announce_layer(
         self,
