@@ -3,12 +3,14 @@
 wide    two prefill and two decode nodes; half of the KV transfers use shared memory, half TCP
 tight   one prefill node and prompts that fill the decode nodes' caches: refusals, evictions,
         preemption; KV transfers to one of the decode nodes use gRPC
+device  as wide, over cuda_ipc with host memory in place of a GPU's; half of the KV transfers read
+        that memory and use TCP
 model   a small real model instead of the paced engine
 """
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from tests.models import VOCAB_SIZE, build_model, find_stable_prompts, load_refe
 from tests.paced_reference import paced_reference_logprobs, paced_reference_tokens
 
 _PACED_VOCAB = 32000
-_SHARES = {"wide": 6, "tight": 2, "model": 2}  # of ten rounds
+_SHARES = {"wide": 4, "device": 2, "tight": 2, "model": 2}  # of ten rounds
 _FAMILIES = 4  # of prompts that begin alike
 
 
@@ -74,6 +76,11 @@ def _wide_stage(_: Path) -> ChaosStage:
         ),
         settings,
     )
+
+
+def _device_stage(folder: Path) -> ChaosStage:
+    wide = _wide_stage(folder)
+    return replace(wide, settings=wide.settings | {"transport": "cuda_ipc", "device": "cpu"})
 
 
 def _tight_stage(_: Path) -> ChaosStage:
@@ -144,6 +151,7 @@ _DECODE_1_ON_ANOTHER_HOST = {
 _DECODE_1_OVER_GRPC = {"decode-1": {"transport": "grpc"}}
 _STAGES: dict[str, Callable[[Path], ChaosStage]] = {
     "wide": _wide_stage,
+    "device": _device_stage,
     "tight": _tight_stage,
     "model": _model_stage,
 }
