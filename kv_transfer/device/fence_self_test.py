@@ -49,6 +49,7 @@ class SlowWriter:
         self._driver = driver
         self._folder = folder
         self._size = region_bytes
+        self._name = ""  # of its file, which nobody else removes after a kill
         self.region = driver.allocate(region_bytes)
         driver.clear(self.region, region_bytes)
         self.process = subprocess.Popen(
@@ -70,8 +71,8 @@ class SlowWriter:
 
     def wait_until_ready(self) -> WriterProof:
         """Wait until the process has opened its device. Raises FenceFailed, UnmappableSegment."""
-        name = self._read_line()
-        return WriterProof(self._folder, name, Path(UVM_FILE))
+        self._name = self._read_line()
+        return WriterProof(self._folder, self._name, Path(UVM_FILE))
 
     def start_writing(self, fence: Path | None = None, byte: int = 0) -> None:
         """Let the process write, under a byte of a fence file if one is given.
@@ -111,6 +112,8 @@ class SlowWriter:
     ) -> None:
         self.process.kill()
         self.process.communicate()
+        if self._name:
+            (self._folder / self._name).unlink(missing_ok=True)
         if error is None:  # otherwise it may be written still
             self._driver.free(self.region)
 

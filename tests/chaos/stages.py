@@ -5,6 +5,7 @@ tight   one prefill node and prompts that fill the decode nodes' caches: refusal
         preemption; KV transfers to one of the decode nodes use gRPC
 device  as wide, over cuda_ipc with host memory in place of a GPU's; half of the KV transfers read
         that memory and use TCP
+gpu     as model, on an NVIDIA GPU over cuda_ipc: only by --chaos-stage
 model   a small real model instead of the paced engine
 """
 
@@ -131,6 +132,12 @@ def _model_stage(folder: Path) -> ChaosStage:
     )
 
 
+def _gpu_stage(folder: Path) -> ChaosStage:
+    model = _model_stage(folder)
+    gpu = {"device": "cuda", "transport": "cuda_ipc", "prefill": 2, "decode": 1, "per_node": {}}
+    return replace(model, settings=model.settings | gpu)
+
+
 def _random_prompts(
     lengths: Sequence[int], vocab_size: int
 ) -> Callable[[random.Random], tuple[int, ...]]:
@@ -152,6 +159,7 @@ _DECODE_1_OVER_GRPC = {"decode-1": {"transport": "grpc"}}
 _STAGES: dict[str, Callable[[Path], ChaosStage]] = {
     "wide": _wide_stage,
     "device": _device_stage,
+    "gpu": _gpu_stage,
     "tight": _tight_stage,
     "model": _model_stage,
 }

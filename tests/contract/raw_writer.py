@@ -84,6 +84,10 @@ class RawWriter:
         return self._link.get_loss() is not None
 
     def send_open(self) -> None:
+        self.send_open_frame()
+        assert isinstance(self.receive_frame(), frames.CreditFrame)
+
+    def send_open_frame(self) -> None:
         layout = self.pair.layout
         self.send(
             frames.OpenFrame(
@@ -96,7 +100,6 @@ class RawWriter:
                 self.pair.writer_name,
             )
         )
-        assert isinstance(self.receive_frame(), frames.CreditFrame)
 
     def make_write_frame(self, slab_range: SlabRange) -> tuple[frames.WriteFrame, bytes]:
         """A correct Write and its payload. Logical block N is source block N."""

@@ -48,7 +48,10 @@ STAGES = (
         120,
         _pytest("-p", "tests.gpu.cuda_pairs", "tests/contract", "-k", "cuda_ipc", "--maxfail=8"),
     ),
-    SessionStage("handoff", 240, _pytest("-x", "tests/gpu/test_handoff_on_gpu.py")),
+    SessionStage("handoff", 240, _pytest("tests/gpu/test_handoff_on_gpu.py")),
+    SessionStage(
+        "chaos", 110, _pytest("tests/chaos", "--chaos-stage", "gpu", "--chaos-rounds", "3")
+    ),
     SessionStage("ttft_ipc", 240, _ttft("auto")),
     SessionStage("ttft_shm", 240, _ttft("shm")),
     SessionStage("copies", 90, ("-m", "benchmarks.device.peer_copies")),
