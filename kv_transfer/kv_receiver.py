@@ -76,7 +76,8 @@ class KVReceiver:
 
     def choose_transport(self, writer_host_id: str, writer_endpoint: str | None = None) -> str:
         setting = self._settings.transport
-        if setting not in ("auto", CUDA_IPC) or (setting == CUDA_IPC and writer_endpoint is None):
+        is_forced = setting == CUDA_IPC and writer_endpoint is None and self._device is not None
+        if is_forced or setting not in ("auto", CUDA_IPC):
             return setting
         is_same_host = writer_host_id == self._host_id and self._fences is not None
         landings = self._loop.landings

@@ -48,7 +48,7 @@ REGION_BYTES = {"full": 4 << 20, "copies": 16 << 20}
 
 
 @dataclass
-class WaitingWriter:
+class ReadyWriter:
     """A writer that is ready, with the fence of its ticket."""
 
     mode: str
@@ -72,7 +72,7 @@ def fences(tmp_path: Path) -> Iterator[ArenaFences]:
 
 def start_writers(
     stack: ExitStack, driver: CudaWorkDriver, fences: ArenaFences, modes: list[str]
-) -> list[WaitingWriter]:
+) -> list[ReadyWriter]:
     folder = fences.path.parent
     writers = [
         stack.enter_context(SlowWriter(driver, folder, mode, REGION_BYTES.get(mode, 1 << 16)))
@@ -85,11 +85,11 @@ def start_writers(
         byte = fences.allocate_byte()
         fence = DeviceTicketFence(fences, byte)
         fence.proof = proof
-        waiting.append(WaitingWriter(mode, writer, proof, fence, byte))
+        waiting.append(ReadyWriter(mode, writer, proof, fence, byte))
     return waiting
 
 
-def kill(waiting: WaitingWriter, fences: ArenaFences) -> FenceTrial:
+def kill(waiting: ReadyWriter, fences: ArenaFences) -> FenceTrial:
     waiting.writer.start_writing(fences.path, waiting.byte)
     time.sleep(0.05)
     assert not waiting.fence.try_fence(), "a living writer holds its byte"
@@ -99,7 +99,7 @@ def kill(waiting: WaitingWriter, fences: ArenaFences) -> FenceTrial:
     )
 
 
-def freeze(waiting: WaitingWriter, fences: ArenaFences) -> bool:
+def freeze(waiting: ReadyWriter, fences: ArenaFences) -> bool:
     """Freeze a writer, then kill it. Returns whether its device wrote while it was frozen."""
     waiting.writer.start_writing(fences.path, waiting.byte)
     time.sleep(0.05)
