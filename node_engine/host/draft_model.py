@@ -10,7 +10,7 @@ import msgspec
 
 from baton.config.node_config import NodeConfig
 from baton.errors import BatonError, ConfigError
-from baton.models.model_source import with_local_model
+from baton.models.model_source import is_hub_id, with_local_model
 from baton.process import log
 from baton.process.clock import monotonic_clock
 from baton.shared_memory.available_memory import measure_private_memory
@@ -28,7 +28,7 @@ _log = log.get_logger("engine")
 
 
 def check_draft_settings(config: NodeConfig) -> None:
-    """Raise ConfigError unless --draft-model and --speculative draft come together."""
+    """Raise ConfigError for settings of a draft model that cannot be used. Loads nothing."""
     if config.speculative != "draft":
         if config.draft_model:
             raise ConfigError(
@@ -47,6 +47,11 @@ def check_draft_settings(config: NodeConfig) -> None:
             f"--speculative draft is for models, and --engine is {config.engine}:"
             " choose --speculative ngram or none",
             param="speculative",
+        )
+    if not is_hub_id(config.draft_model) and not Path(config.draft_model).is_dir():
+        raise ConfigError(
+            f"--draft-model {config.draft_model}: there is no such folder, and it is not a hub id",
+            param="draft_model",
         )
 
 

@@ -7,6 +7,7 @@ are nearly all wrong.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,8 @@ from baton.process.clock import monotonic_clock
 from baton.types import AttemptSpec, GrammarKind, SamplingParams, StructuredOutput, TokenEvent
 from node_engine.model.common.base_engine import BaseEngine
 from node_engine.structured_output.constraint_factory import ConstraintFactory
+from offline.llm import LLM
+from offline.sampling_params import SamplingParams as PythonParams
 from tests.models import (
     VOCAB_SIZE,
     FamilyName,
@@ -147,3 +150,22 @@ def test_a_grammar_holds_at_every_drafted_position(folder: Path) -> None:
         outputs.append([node.list_events(work) for work in works])
     assert outputs[0] == outputs[1]
     factory.close()
+
+
+def test_an_engine_in_the_process_has_a_draft_model(folder: Path, tmp_path: Path) -> None:
+    model = str(build_model("llama", folder))
+    own: dict[str, Any] = {
+        "dtype": "float32",
+        "threads": "1",
+        "kv_memory": "8MiB",
+        "segment_dir": str(tmp_path),
+    }
+    params = PythonParams(temperature=1.0, seed=3, max_tokens=50, ignore_eos=True)
+    prompts = [[5, 6, 7] * 20, [8, 9]]
+    answers = []
+    methods: list[dict[str, Any]] = [{}, {"speculative": "draft", "draft_model": model}]
+    for settings in methods:
+        with LLM(model, **own, **settings) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]

@@ -25,7 +25,10 @@ from node_engine.core.step.step_batch import (
     StepBatch,
 )
 
-MAX_CATCH_UP_TOKENS = 256  # of contexts, in one step, so that a long prompt delays no step for long
+# What may be computed of contexts in one step, so that a long prompt delays no step for long.
+MAX_CATCH_UP_TOKENS = 256
+MAX_CATCH_UP_SECONDS = 0.05
+_FIRST_CATCH_UP_TOKENS = 32  # before it is known how long they take
 _TYPICAL_CONTEXT_TOKENS = 2  # of a sequence, drafted in the step before
 
 # Runs a step of the draft model; None if it has failed, and no further one may run.
@@ -92,6 +95,7 @@ class ModelDrafter:
         self._contexts: dict[SequenceId, _DraftContext] = {}
         self._ordered: frozenset[SequenceId] = frozenset()  # in the present call
         self._has_failed = False
+        self._context_token_seconds: float | None = None  # measured last
         # Of the last call of `draft_tokens`: its time, what it computed, and whether that was
         # little of contexts, so that its time tells what drafts cost.
         self.last_seconds = 0.0
@@ -141,16 +145,19 @@ class ModelDrafter:
     ) -> None:
         """Extend `drafts` by one token in each step of the draft model."""
         slices: dict[int, SequenceSlice] = {}  # by the place of the order
-        budget = MAX_CATCH_UP_TOKENS
+        allowed = budget = self._compute_catch_up_tokens()
         for place, order in enumerate(orders):
             slice_ = self._build_context_slice(order, budget)
             if slice_ is not None:
                 slices[place] = slice_
                 budget -= len(slice_.token_ids) - 1
-        self.is_typical = MAX_CATCH_UP_TOKENS - budget <= _TYPICAL_CONTEXT_TOKENS * len(orders)
+        self.is_typical = allowed - budget <= _TYPICAL_CONTEXT_TOKENS * len(orders)
         while slices:
             batch = StepBatch(tuple(slices.values()))
+            started = self._clock()
             results = self._run_step(batch)
+            if self.last_steps == 0 and not self.is_typical:
+                self._context_token_seconds = (self._clock() - started) / batch.num_tokens
             self.last_steps += 1
             self.last_tokens += batch.num_tokens
             if results is None:
@@ -164,6 +171,13 @@ class ModelDrafter:
                 if next_slice is not None:
                     following[place] = next_slice
             slices = following
+
+    def _compute_catch_up_tokens(self) -> int:
+        """How many tokens of contexts the next step may compute."""
+        if self._context_token_seconds is None:
+            return _FIRST_CATCH_UP_TOKENS
+        fitting = MAX_CATCH_UP_SECONDS / max(self._context_token_seconds, 1e-9)
+        return max(1, min(MAX_CATCH_UP_TOKENS, int(fitting)))
 
     def _build_context_slice(self, order: DraftOrder, budget: int) -> SequenceSlice | None:
         """The tokens of a sequence that the draft model lacks, with a sample after the last one.

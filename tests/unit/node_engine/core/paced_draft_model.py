@@ -20,12 +20,14 @@ class PacedDraftModel:
         num_blocks: int = 64,
         error_share: float = 0.0,
         seconds_per_step: float = 0.0,
+        seconds_per_token: float = 0.0,
         max_model_len: int = 4096,
         seed: int = 0,
     ) -> None:
         self.batches: list[StepBatch] = []
         self.error_share = error_share
         self.seconds_per_step = seconds_per_step
+        self._seconds_per_token = seconds_per_token
         self.is_broken = False
         self.num_blocks = num_blocks
         self._clock = FakeClock()
@@ -45,7 +47,7 @@ class PacedDraftModel:
 
     def _run_step(self, batch: StepBatch) -> Sequence[SliceResult] | None:
         self.batches.append(batch)
-        self._clock.advance(self.seconds_per_step)
+        self._clock.advance(self.seconds_per_step + self._seconds_per_token * batch.num_tokens)
         if self.is_broken:
             return None
         return [self._make_errors(result) for result in self._engine.run(batch)]

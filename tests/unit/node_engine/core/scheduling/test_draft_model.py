@@ -10,7 +10,7 @@ import pytest
 
 from node_engine.core.scheduling.speculator import PROBE_INTERVAL_STEPS
 from node_engine.core.sequences.outcomes import SequenceFailed
-from node_engine.core.speculation.model_drafter import MAX_CATCH_UP_TOKENS
+from node_engine.core.speculation.model_drafter import MAX_CATCH_UP_SECONDS, MAX_CATCH_UP_TOKENS
 from tests.paced_reference import paced_reference_tokens
 from tests.unit.node_engine.core.paced_draft_model import PacedDraftModel
 from tests.unit.node_engine.core.stepped_node import (
@@ -70,6 +70,18 @@ def test_a_long_context_is_computed_over_several_steps() -> None:
     assert draft_counter(node, "accepted") > 40
     for work in works:
         assert node.emitted_tokens(work) == expected_tokens(work)
+
+
+def test_contexts_of_a_slow_draft_model_delay_no_step_for_long() -> None:
+    model = PacedDraftModel(VOCAB, seconds_per_token=MAX_CATCH_UP_SECONDS / 40)
+    node = make_node(model, max_batched_tokens=512)
+    work = make_work("a", unshared_prompt(400, 1), 60)
+    node.add_work(work)
+    node.run()
+    sizes = [batch.num_tokens for batch in model.batches]
+    assert 400 / 42 < len([size for size in sizes if size > 20]) <= 400 / 40 + 2
+    assert max(sizes) == 41
+    assert node.emitted_tokens(work) == expected_tokens(work)
 
 
 def test_an_attempt_that_goes_on_elsewhere_is_drafted_there() -> None:
