@@ -287,23 +287,24 @@ class SenderLoop:
             return False
         try:
             action = self._failpoints.hit("transfer.write.before")
-            payload, checksum = self._copier.read_slabs(write, action)
+            payload: memoryview | None = None
             if handoff.peer_arena is not None and handoff.machine.ticket is not None:
-                handoff.peer_arena.copier.write_slabs(
-                    handoff.machine.ticket, write.slab_range, payload
-                )
+                peer, ticket = handoff.peer_arena.copier, handoff.machine.ticket
+                checksum = self._copier.copy_slabs(write, peer, ticket, action)
+            else:
+                payload, checksum = self._copier.read_slabs(write, action)
             self._failpoints.hit("transfer.write.after")
         except HandoffFailed as error:
             self._apply_outputs(handoff, handoff.machine.fail_write(error))
             return True
-        period = handoff.busy_period or BusyPeriod(started)
-        handoff.busy_period = period.with_message(len(payload))
+        size = write.slab_range.num_slabs * self._shape.slab_bytes
+        handoff.busy_period = (handoff.busy_period or BusyPeriod(started)).with_message(size)
         self.counters["messages_written"] += 1
-        self.counters["bytes_written"] += len(payload)
+        self.counters["bytes_written"] += size
         self.counters["slabs_written"] += write.slab_range.num_slabs
-        is_inline = handoff.peer_arena is None
+        is_inline = payload is not None
         outputs = handoff.machine.finish_write(write, checksum, is_inline, self._clock())
-        self._apply_outputs(handoff, outputs, payload if is_inline else None, action)
+        self._apply_outputs(handoff, outputs, payload, action)
         return True
 
     # outputs

@@ -67,6 +67,12 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
         PositiveInt,
         help_text("Nodes that share this node's GPU: auto of --kv-memory is divided among them"),
     ] = 1
+    nodes_per_host: Annotated[
+        PositiveInt,
+        help_text(
+            "Nodes of this host: auto of --kv-memory on a GPU divides the host's memory among them"
+        ),
+    ] = 1
     weight_cache_dir: Annotated[
         str,
         help_text(
