@@ -30,6 +30,7 @@ BENCHMARK_MODULES = {
     "interference": "benchmarks.interference",
     "kernels": "benchmarks.kernels",
     "links": "benchmarks.links",
+    "plane": "benchmarks.plane",
     "pool": "benchmarks.pool",
     "quality": "benchmarks.quality",
     "ratio": "benchmarks.ratio",

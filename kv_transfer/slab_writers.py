@@ -127,10 +127,19 @@ class SlabWriters:
             elif self._device is not None:
                 self._start_device_read(self._device, path, write, action, on_end)
             else:
-                payload, checksum = self._copier.read_slabs(write, action)
-                on_end(self._place(path, write, payload, checksum))
+                on_end(self._write_by_copy(path, write, action))
         except DeviceFailed as error:
             on_end(_abandon(path, error))
+
+    def _write_by_copy(
+        self, path: WritePath, write: OutgoingWrite, action: FailpointAction | None
+    ) -> WrittenSlabs:
+        """Copy slabs out of the host's arena, to decode's mapped one or to a payload."""
+        if path.peer_arena is None:
+            payload, checksum = self._copier.read_slabs(write, action)
+            return WrittenSlabs(checksum, payload)
+        peer = path.peer_arena.copier
+        return WrittenSlabs(self._copier.copy_slabs(write, peer, path.ticket, action), None)
 
     def _start_device_write(
         self,

@@ -22,7 +22,7 @@ _IN_PROCESS_URL = "http://in-process"
 _CLUSTER_SETTINGS = (
     {each.name for each in dataclasses.fields(MemberConfig)}
     - {"segment_dir", "log_level", "log_format"}
-) | {"pool", "pool_patience", "pool_publish_rate", "nodes_per_gpu"}
+) | {"pool", "pool_patience", "pool_publish_rate", "nodes_per_gpu", "nodes_per_host"}
 
 
 # Of a coordinator's settings, those that say how requests are read and answered.

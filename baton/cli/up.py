@@ -51,7 +51,7 @@ def _prepare_and_run(settings: Config, detach: bool) -> int:
     from baton.cli.common.default_model import find_default_model
     from baton.cli.supervisor.child_specs import complete_config, threads_per_node
     from baton.cli.supervisor.daemonize import daemonize
-    from baton.cli.supervisor.memory_plan import fit_memory
+    from baton.cli.supervisor.machine_plan import fit_machine
     from baton.cli.supervisor.ports import reserve_ports
     from baton.cli.supervisor.state_folder import PidFile, state_folder
     from baton.models.model_source import with_local_model
@@ -62,9 +62,9 @@ def _prepare_and_run(settings: Config, detach: bool) -> int:
     if not config.model and config.engine == "model":
         config = dataclasses.replace(config, model=str(find_default_model()))
     remove_stale_segments(Path(config.segment_dir))  # killed processes leave segments behind
-    config, memory_notice = fit_memory(config)
+    config, machine_notices = fit_machine(config)
     config = with_local_model(config)
-    notices += [memory_notice, *find_unknown_variables(os.environ)]
+    notices += [*machine_notices, *find_unknown_variables(os.environ)]
     config, reserved_sockets = reserve_ports(config)
     folder = state_folder(config)
     pid_file = PidFile(folder)

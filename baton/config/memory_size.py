@@ -43,3 +43,8 @@ def parse_memory_size(text: str, free: int, field: str = "kv_memory") -> int:
             f"{field} is {text!r}: use 4GiB, 512MiB, a share such as 0.5{auto}", param=field
         )
     return int(number * free) if number < 1.0 and not unit else int(number)
+
+
+def is_memory_share(text: str) -> bool:
+    """Whether a valid amount is a share of the memory that is there, such as 0.5."""
+    return text != AUTO and not text.endswith(tuple(_UNITS)) and float(text) < 1.0

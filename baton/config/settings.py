@@ -21,12 +21,21 @@ from baton.config.coordinator_config import CoordinatorConfig
 from baton.config.node_config import NodeConfig
 from baton.config.pool_config import NO_POOL, PoolConfig
 
+ALL_GPUS = "all"  # value of gpus
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(CoordinatorConfig, NodeConfig, PoolConfig):
     """Settings of a whole cluster: those of each process, and those of the supervisor."""
 
     decode: Annotated[PositiveInt, help_text("Decode nodes that `up` starts")] = 1
+    gpus: Annotated[
+        str,
+        help_text(
+            "GPUs over which `up` spreads its nodes: all, a number such as 2, or a list of indices "
+            "such as 0,2 (one index: 3,); nodes may share a GPU"
+        ),
+    ] = ALL_GPUS
     pool_port: Annotated[
         Port, help_text("Port where `up` lets its nodes dial the pool; 0 picks a free one")
     ] = 0

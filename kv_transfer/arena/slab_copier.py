@@ -32,10 +32,26 @@ class SlabCopier:
         """Copy slabs out of the arena. Returns the payload and its checksum.
 
         `corrupt` changes the payload after its checksum was taken."""
-        payload = self.arena_slabs.gather_slabs(
-            self.arena_slabs.slab_rows(write.slab_range, write.source_blocks)
+        payload, checksum = self.arena_slabs.gather_with_checksum(self._source_rows(write))
+        return (flip_first_bit(payload) if action is FailpointAction.CORRUPT else payload), checksum
+
+    def copy_slabs(
+        self,
+        write: OutgoingWrite,
+        target: "SlabCopier",
+        ticket: Ticket,
+        action: FailpointAction | None = None,
+    ) -> int:
+        """Copy slabs to the ticket's blocks in the arena of `target`. Returns their checksum.
+
+        `corrupt` changes the copy."""
+        target_rows = target._slab_rows(ticket, write.slab_range)
+        checksum = self.arena_slabs.copy_to(
+            self._source_rows(write), target.arena_slabs, target_rows
         )
-        return finish_payload(payload, action)
+        if action is FailpointAction.CORRUPT:
+            target.arena_slabs.flip_bit(target_rows)
+        return checksum
 
     def write_slabs(self, ticket: Ticket, slab_range: SlabRange, payload: memoryview) -> None:
         """Copy a payload to the ticket's blocks in this arena."""
@@ -61,9 +77,7 @@ class SlabCopier:
             rows = self._slab_rows(ticket, frame.slab_range)
             if action is FailpointAction.CORRUPT:
                 self.arena_slabs.flip_bit(rows)
-            return bool(
-                xxhash.xxh3_64_intdigest(self.arena_slabs.gather_slabs(rows)) == frame.checksum
-            )
+            return self.arena_slabs.compute_checksum(rows) == frame.checksum
         if action is FailpointAction.CORRUPT:
             payload = flip_first_bit(payload)
         if (
@@ -73,6 +87,9 @@ class SlabCopier:
             return False
         self.write_slabs(ticket, frame.slab_range, payload)
         return True
+
+    def _source_rows(self, write: OutgoingWrite) -> RowIndices:
+        return self.arena_slabs.slab_rows(write.slab_range, write.source_blocks)
 
     def _slab_rows(self, ticket: Ticket, slab_range: SlabRange) -> RowIndices:
         first = slab_range.first_block - ticket.first_block

@@ -20,9 +20,9 @@ from baton.online_fit import OnlineLinearFit
 
 _MIB = 1 << 20
 _LINK_PRIOR = (0.0003, 0.0005)  # seconds: per message, per MiB. The first message scales them
-# A finer group has to gain this share of the predicted time, because predictions are not exact and
-# fewer messages leave more of the machine to others.
-_MIN_GAIN = 0.005
+# A finer group has to gain this share of the predicted time, and need not gain more than so many
+# seconds, because predictions are not exact and fewer messages leave more of the machine to others.
+_MIN_GAIN, _MAX_MIN_GAIN_SECONDS = 0.005, 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def choose_group_layers(step: LayeredStep, link: LinkCost) -> int:
     sizes = [step.num_layers]
     sizes += [1 << bit for bit in reversed(range(step.num_layers.bit_length()))]
     predicted = [step.predict_seconds(size, link) for size in sizes]
-    enough = min(predicted) + _MIN_GAIN * predicted[0]
+    enough = min(predicted) + min(_MIN_GAIN * predicted[0], _MAX_MIN_GAIN_SECONDS)
     return next(size for size, seconds in zip(sizes, predicted, strict=True) if seconds <= enough)
 
 

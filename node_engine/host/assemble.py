@@ -33,20 +33,15 @@ from baton.process.entry import run_process
 from baton.process.startup import STARTUP
 from baton.shared_memory import segment as segments
 from baton.structured_output.tokenizer_file import find_tokenizer_file
-from baton.types import BlockIndex, NodeName, Role, mint_id
+from baton.types import NodeName, Role, mint_id
 from decode_node.default_limits import DECODE_LIMITS
 from decode_node.role_factory import make_decode_role
 from kv_pool.client.factory import make_pool_client
 from kv_transfer.device.device_memory import TransferDevice
 from kv_transfer.device.open_device import open_device, open_writer
-from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.node_commands import NodeCommand
-from node_engine.core.scheduling.capacity import SchedulerLimits
-from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
-from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.scheduling.step_limits import DeviceType, StepLimits, resolve_step_limits
-from node_engine.core.scheduling.step_measurement import MeasuredStep
 from node_engine.core.step.engine import Engine
 from node_engine.host.command_stages import CommandStages
 from node_engine.host.compute_thread import (
@@ -57,6 +52,7 @@ from node_engine.host.compute_thread import (
     SwitchableRole,
 )
 from node_engine.host.device_monitor import DeviceMonitor
+from node_engine.host.draft_model import build_drafter, check_draft_settings
 from node_engine.host.engine_factory import (
     build_engine,
     node_failed_at_device_loss,
@@ -66,6 +62,7 @@ from node_engine.host.engine_measurement import choose_measured_limits, measure_
 from node_engine.host.host_arena import HostArena, create_host_arena, require_cache_memory
 from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.node_runtime import NodeRuntime, call_on_loop
+from node_engine.host.scheduler_factory import make_scheduler
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.roles.role_policy import RoleContext
 from node_engine.shared_pool.pool_client import SharedPoolClient
@@ -127,23 +124,24 @@ async def run_node(
             return
         measured = await asyncio.to_thread(measure_engine, engine, arena.num_blocks, limits, device)
         limits = choose_measured_limits(config, limits, measured)
+        drafter = await asyncio.to_thread(build_drafter, config, role, limits, engine, arena)
         files = await asyncio.to_thread(load_model_files, config)
         transfer = await asyncio.to_thread(open_device, config, engine, arena, writer, opened)
         factories = role_factories or make_role_factories(transfer)
+        scheduler = make_scheduler(config, limits, measured, engine, arena, drafter)
         node = assemble_node(
-            config, limits, measured, role, name, engine, arena, constraints, files, factories
+            config, role, name, engine, arena, scheduler, constraints, files, factories
         )
         await node.run(stop)
 
 
 def assemble_node(
     config: NodeConfig,
-    limits: StepLimits,
-    measured: Sequence[MeasuredStep],
     role: Role,
     name: NodeName,
     engine: Engine,
     arena: HostArena,
+    scheduler: Scheduler,
     constraints: "ConstraintFactory | None",
     model_files: ModelFileDigests,
     role_factories: Mapping[Role, RoleFactory],
@@ -157,7 +155,6 @@ def assemble_node(
         name,
         lambda *report: call_on_loop(loop, link.send, *report),  # `link` is made last
     )
-    scheduler = make_scheduler(config, limits, measured, engine, arena)
     context = make_role_context(
         config, host_id, engine, arena, scheduler, pool_client, reporter, inbox
     )
@@ -265,56 +262,12 @@ def make_command_stages(
     return CommandStages(lookups, constrained, submit)
 
 
-def make_scheduler(
-    config: NodeConfig,
-    limits: StepLimits,
-    measured: Sequence[MeasuredStep],
-    engine: Engine,
-    arena: HostArena,
-) -> Scheduler:
-    """`measured`: steps from which the scheduler learns what steps take here."""
-    scheduler = Scheduler(
-        BlockPool(
-            arena.num_blocks,
-            engine.layout.block_size,
-            monotonic_clock,
-            arena.memory.back_blocks,
-        ),
-        SchedulerLimits(
-            limits.max_num_seqs,
-            limits.max_batched_tokens,
-            engine.max_model_len,
-            engine.cache_limits.lookahead_tokens,
-            limits.max_draft_tokens,
-        ),
-        engine.eos_token_ids,
-        PREEMPTION_POLICIES[config.preemption](),
-        copy_pool_blocks=make_pool_block_copier(engine, arena),
-    )
-    scheduler.prefill_budget.max_step_seconds = limits.max_step_seconds
-    for step in measured:
-        scheduler.prefill_budget.observe_step(*step)
-    return scheduler
-
-
-def make_pool_block_copier(engine: Engine, arena: HostArena) -> CopyBlocks | None:
-    """What copies blocks of the shared pool into own ones; None if they are read in place."""
-    copy_blocks = arena.pool_block_copier
-    if copy_blocks is None:
-        return None
-
-    def copy_and_load(copies: Sequence[tuple[BlockIndex, BlockIndex]]) -> None:
-        copy_blocks(copies)
-        engine.load_blocks([target for _, target in copies])
-
-    return copy_and_load
-
-
 def choose_step_limits(config: NodeConfig, role: Role, device: DeviceType) -> StepLimits:
     """How much the node computes at once: see prefill_node and decode_node, default_limits.py.
 
-    Raises ConfigError for limits that do not fit together, and for speculation on a GPU.
+    Raises ConfigError for limits that do not fit together, and for speculation that cannot be.
     """
+    check_draft_settings(config)
     if device == "cuda" and config.speculative != "none":
         raise ConfigError(
             f"--speculative {config.speculative} is for CPUs, and this node computes on a GPU:"

@@ -168,6 +168,7 @@ def _choose_device_bytes(
         device_memory,
         config.nodes_per_gpu,
         max(0, room.usable_bytes - promised),
+        config.nodes_per_host,
     )
     return _require_host_memory(config, memory, room, promised)
 

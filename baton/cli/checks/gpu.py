@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_finding
-from baton.config.settings import Config
+from baton.cli.supervisor.gpus import choose_gpus
+from baton.config.settings import ALL_GPUS, Config
+from baton.errors import ConfigError
 from baton.kv.blocks import INT8_KV
 from baton.models.model_identity import FP8, FP8_MIN_CAPABILITY, INT8
 from baton.shared_memory.available_memory import format_size
@@ -123,7 +125,7 @@ def check_capability(gpus: Sequence[Mapping[str, Any]]) -> Finding:
 
 def check_device_settings(config: Config, gpus: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Check that nodes on these GPUs, or on the CPU if there are none, can serve these settings."""
-    findings = []
+    findings = [check_gpu_choice(config, len(gpus))] if gpus or config.gpus != ALL_GPUS else []
     if config.quantize == FP8:
         findings.append(check_fp8(gpus))
     if config.quantize == INT8:
@@ -134,6 +136,15 @@ def check_device_settings(config: Config, gpus: Sequence[Mapping[str, Any]]) -> 
     if config.speculative != "none":
         findings.append(check_speculation(config.speculative, gpus))
     return findings
+
+
+def check_gpu_choice(config: Config, num_visible: int) -> Finding:
+    """Check that the GPUs of --gpus are there, and say which node computes where."""
+    try:
+        _, notices = choose_gpus(config, num_visible)
+    except ConfigError as error:
+        return bad_finding("gpus", error.message, "choose GPUs that are there with --gpus")
+    return ok_finding("gpus", notices[0])
 
 
 def check_speculation(method: str, gpus: Sequence[Mapping[str, Any]]) -> Finding:

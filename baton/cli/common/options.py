@@ -64,6 +64,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "The cluster": (
         "prefill",
         "decode",
+        "gpus",
         "mode",
         "max_model_len",
         "kv_memory",
@@ -73,6 +74,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "max_step_ms",
         "preemption",
         "speculative",
+        "draft_model",
         "speculative_tokens",
         "local_prefill_share",
         "degrade_wait",
@@ -154,7 +156,16 @@ PANELS: dict[str, tuple[str, ...]] = {
 }
 # A node's own settings, which `up` decides for each node.
 PER_NODE_FIELDS = frozenset(
-    {"coordinator", "name", "listen", "advertise", "health_port", "host_id", "nodes_per_gpu"}
+    {
+        "coordinator",
+        "name",
+        "listen",
+        "advertise",
+        "health_port",
+        "host_id",
+        "nodes_per_gpu",
+        "nodes_per_host",
+    }
 )
 _METAVARS = {int: "N", float: "X"}
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config)}

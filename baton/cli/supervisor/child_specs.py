@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from baton.cli.supervisor.gpus import make_node_environs
 from baton.cli.supervisor.ports import Endpoints
 from baton.config.settings import (
     ENV_PREFIX,
@@ -101,11 +102,12 @@ def make_child_specs(
         "BATON_THREADS": threads,
         "BATON_COORDINATOR": endpoints.cluster,
         "BATON_POOL": endpoints.pool,
-        "BATON_NODES_PER_GPU": str(len(roles)),  # all nodes see the same GPUs, and use the first
+        "BATON_NODES_PER_HOST": str(len(roles)),
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", threads),
     }
+    gpu_environs = make_node_environs(config, environ)
     nodes = (
-        ChildSpec(name, _ROLE_MODULES[role], node_environ | {"BATON_NAME": name})
+        ChildSpec(name, _ROLE_MODULES[role], node_environ | gpu_environs[name])
         for role, name in _named_roles(roles)
     )
     return (

@@ -2,7 +2,7 @@
 
 import ctypes
 
-ABI_VERSION = 3  # KVN_ABI_VERSION
+ABI_VERSION = 4  # KVN_ABI_VERSION
 
 # name -> (type of the result, types of the arguments)
 PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -31,5 +31,16 @@ PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
     ),
     "kvn_pack": (ctypes.c_int32, (ctypes.c_void_p,)),
+    "kvn_copy_slabs": (
+        ctypes.c_uint64,
+        (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int64,
+        ),
+    ),
     "kvn_read_two_streams": (ctypes.c_int64, (ctypes.c_void_p, ctypes.c_int64)),
 }

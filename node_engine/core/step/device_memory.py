@@ -49,7 +49,11 @@ class DeviceMemoryProfile:
 
 
 def compute_device_cache_bytes(
-    kv_memory: str, memory: DeviceMemoryProfile, nodes_per_gpu: int, host_bytes: int
+    kv_memory: str,
+    memory: DeviceMemoryProfile,
+    nodes_per_gpu: int,
+    host_bytes: int,
+    nodes_per_host: int = 1,
 ) -> int:
     """Bytes that --kv-memory gives the cache of a node on a GPU.
 
@@ -60,7 +64,7 @@ def compute_device_cache_bytes(
     """
     room = memory.room_bytes
     if kv_memory == AUTO:
-        of_host = int(_AUTO_HOST_SHARE * host_bytes) // nodes_per_gpu
+        of_host = int(_AUTO_HOST_SHARE * host_bytes) // max(nodes_per_gpu, nodes_per_host)
         return min(room, memory.compute_fair_share(nodes_per_gpu), of_host)
     size = parse_memory_size(kv_memory, memory.total_bytes)
     if size > room:

@@ -8,7 +8,11 @@ from benchmarks.granularity import MAX_OF_WHOLE, GranularitySample, to_rows
 
 def make_samples(*landed: float) -> list[GranularitySample]:
     return [
-        GranularitySample(1.0, HandoffReport(compute_seconds=seconds - 0.25, exposed_seconds=0.25))
+        GranularitySample(
+            HandoffReport(
+                compute_seconds=seconds - 0.25, slowed_seconds=0.125, exposed_seconds=0.25
+            )
+        )
         for seconds in landed
     ]
 
@@ -21,7 +25,8 @@ def test_ratios_are_those_within_a_round() -> None:
         (64, "adaptive"): make_samples(0.9, 1.8, 1.1),
     }
     rows = {row.name: row for row in to_rows("zmq", samples, "command")}
-    assert rows["granularity/zmq/64/whole"].value == 1000.0
+    assert rows["granularity/zmq/64/whole_landed"].value == 1000.0
+    assert rows["granularity/zmq/64/whole_cost"].value == 375.0
     assert rows["granularity/zmq/64/layers_of_whole"].value == 1.5
     adaptive = rows["granularity/zmq/64/adaptive_of_whole"]
     assert adaptive.value == pytest.approx(0.9)

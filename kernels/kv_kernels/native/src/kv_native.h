@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#define KVN_ABI_VERSION 3
+#define KVN_ABI_VERSION 4
 
 #define KVN_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -34,3 +34,10 @@ KVN_EXPORT void kvn_limit_cpu_features(uint32_t mask);
 // Read `bytes` bytes at `data`, a multiple of 128 aligned to 64, as two sequential streams at once,
 // and return their sum as 64-bit numbers. Measures what the calling core can read from memory.
 KVN_EXPORT int64_t kvn_read_two_streams(const void* data, int64_t bytes);
+
+// Copy `count` slabs of `slab_bytes` bytes, a multiple of 64, from rows of `source` to rows of
+// `target`, and return their XXH3 (64 bits), in their order. Together they have more than 240 bytes.
+// Without rows they lie one behind the other; without a target they are only hashed.
+KVN_EXPORT uint64_t kvn_copy_slabs(const uint8_t* source, const int64_t* source_rows,
+                                   uint8_t* target, const int64_t* target_rows, int64_t count,
+                                   int64_t slab_bytes);

@@ -24,6 +24,20 @@ H200: dict[str, Any] = {
 }
 
 
+def test_choice_of_gpus() -> None:
+    found = {**PROBE_RESULT, "gpus": [H200, H200]}
+    for gpus, level, words in (
+        ("all", "ok", "GPU 0: prefill-0; GPU 1: decode-0 (--gpus)"),
+        ("1", "ok", "GPU 0: prefill-0, decode-0 in time slices"),
+        ("9", "bad", "gpus is '9': 2 GPUs are visible here"),
+    ):
+        findings = {each.name: each for each in gpu.check_gpus(Config(gpus=gpus), found)}
+        assert_finding(findings["gpus"], level, words)
+    findings = {each.name: each for each in gpu.check_gpus(Config(gpus="1"), PROBE_RESULT)}
+    assert_finding(findings["gpus"], "bad", "no NVIDIA GPU is visible here")
+    assert "gpus" not in {each.name for each in gpu.check_gpus(Config(), PROBE_RESULT)}
+
+
 def test_device() -> None:
     assert_finding(gpu.check_device(PROBE_RESULT, "cuda"), "bad", "nvidia-smi")
     assert_finding(gpu.check_device(PROBE_RESULT, "auto"), "ok", "CPU")

@@ -52,6 +52,7 @@ def test_a_child_reads_the_settings_that_up_resolved() -> None:
         coordinator=WHERE.cluster,
         threads="1",
         nodes_per_gpu=4,
+        nodes_per_host=4,
         api_key="",
     )
     assert resolve_config({}, environ=node.environ) == for_node

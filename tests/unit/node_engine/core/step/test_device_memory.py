@@ -43,6 +43,8 @@ def test_auto_leaves_each_node_of_a_gpu_its_share() -> None:
 def test_auto_takes_half_of_the_host_memory_at_most() -> None:
     assert compute_device_cache_bytes("auto", device(), 1, 20 * GIB) == 10 * GIB
     assert compute_device_cache_bytes("auto", device(), 2, 20 * GIB) == 5 * GIB
+    # the other three nodes of the host have GPUs of their own
+    assert compute_device_cache_bytes("auto", device(), 1, 20 * GIB, 4) == 2.5 * GIB
 
 
 def test_auto_on_a_full_device_is_nothing() -> None:
