@@ -26,5 +26,12 @@ class CompletionThread:
         self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
+        while self._do_next():
+            """The last work is not kept alive while the thread waits."""
+
+    def _do_next(self) -> bool:
+        work = self._work.get()
+        if work is None:
+            return False
+        work()
+        return True

@@ -65,7 +65,7 @@ class HostPeerMemory:
         self._owner.stream.put(copy)
 
     def close(self) -> None:
-        """The segment is unmapped with the last view of it."""
+        """The segment stays mapped: the thread may still hold a view of it."""
 
 
 class HostMemory:
@@ -92,6 +92,7 @@ class HostMemory:
         self.writer_name = writer_name
         self.num_blocks = num_blocks
         self._space: BlockAddressSpace | None = None
+        self._opened: dict[str, ArenaSlabs] = {}  # segments of peers, as long as their files
 
     def export_arena(self) -> ArenaExport:
         return ArenaExport(
@@ -109,13 +110,19 @@ class HostMemory:
     def open_peer(self, export: ArenaExport) -> HostPeerMemory:
         if not self.can_open(export.device):
             raise UnmappableSegment(f"memory of {export.device} cannot be written from a CPU")
+        for segment in [name for name in self._opened if not (self._folder / name).exists()]:
+            del self._opened[segment]
+        if export.handle not in self._opened:
+            self._opened[export.handle] = self._map_segment(export.handle)
+        return HostPeerMemory(self, self._opened[export.handle])
+
+    def _map_segment(self, segment: str) -> ArenaSlabs:
         if self._space is None:
             self._space = BlockAddressSpace(self._layout.block_bytes, self._folder)
         try:
-            view = self._space.attach_segment(export.handle)
+            return ArenaSlabs(self._space.attach_segment(segment), self._layout)
         except (PeerUnreachable, LayoutMismatch) as error:
             raise UnmappableSegment(error.message) from error
-        return HostPeerMemory(self, ArenaSlabs(view, self._layout))
 
     def can_open(self, export_device: str) -> bool:
         return export_device == HOST_DEVICE
