@@ -21,7 +21,8 @@ Incarnation = NewType("Incarnation", str)
 NodeName = NewType("NodeName", str)
 BlockIndex = NewType("BlockIndex", int)  # of a block in this process's address range
 # Between processes; see kv_transfer/transports/links.py.
-TRANSPORTS = ("cuda_ipc", "shm", "zmq", "grpc")
+STAGED_TRANSPORTS = ("shm", "zmq", "grpc")  # through host memory
+TRANSPORTS = ("cuda_ipc", *STAGED_TRANSPORTS)
 
 
 def mint_id(bits: int = 128) -> str:

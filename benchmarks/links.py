@@ -28,7 +28,7 @@ from baton.shared_memory.segment import (
     round_up_segment_bytes,
 )
 from baton.types import (
-    TRANSPORTS,
+    STAGED_TRANSPORTS,
     AttemptKey,
     BlockIndex,
     Incarnation,
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
     rows = []
-    for transport in TRANSPORTS:
+    for transport in STAGED_TRANSPORTS:
         long, short = measure_plane(transport, options.repeat)
         rate = LONG_BLOCKS * LAYOUT.block_bytes / long / 1e9
         rows.append(make_row(f"links/{transport}/rate", rate, "GB/s", command))

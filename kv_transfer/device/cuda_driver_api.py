@@ -48,13 +48,16 @@ class CudaDriver:
         self.call_driver("cuDeviceGetUuid_v2", byref(uuid), self._device)
         return bytes(uuid).hex()
 
+    def count_devices(self) -> int:
+        count = c_int()
+        self.call_driver("cuDeviceGetCount", byref(count))
+        return count.value
+
     def can_access(self, uuid: str) -> bool:
         """Whether kernels of this device may write to the memory of the device with that id."""
         if uuid == self.device_uuid():
             return True
-        count = c_int()
-        self.call_driver("cuDeviceGetCount", byref(count))
-        for index in range(count.value):
+        for index in range(self.count_devices()):
             other, allowed, other_uuid = c_int(), c_int(), (c_char * 16)()
             self.call_driver("cuDeviceGet", byref(other), c_int(index))
             self.call_driver("cuDeviceGetUuid_v2", byref(other_uuid), other)

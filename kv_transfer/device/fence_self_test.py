@@ -44,8 +44,14 @@ class SlowWriter:
     """A process that writes into a region of this process's device memory."""
 
     def __init__(
-        self, driver: CudaWorkDriver, folder: Path, mode: str, region_bytes: int = _REGION_BYTES
+        self,
+        driver: CudaWorkDriver,
+        folder: Path,
+        mode: str,
+        region_bytes: int = _REGION_BYTES,
+        device: int = 0,
     ) -> None:
+        """`device`: index of the GPU that writes."""
         self._driver = driver
         self._folder = folder
         self._size = region_bytes
@@ -58,7 +64,7 @@ class SlowWriter:
                 "-m",
                 "kv_transfer.device.slow_writer",
                 str(folder),
-                "0",
+                str(device),
                 mode,
                 str(_WRITE_SECONDS),
             ],
@@ -149,7 +155,7 @@ def check_fence(device_index: int, folder: Path) -> FenceTrial:
     """Kill a slow writer and compare. Raises FenceFailed if the rule does not hold here."""
     try:
         driver = CudaWorkDriver(device_index)
-        with SlowWriter(driver, folder, "running") as writer:
+        with SlowWriter(driver, folder, "running", device=device_index) as writer:
             proof = writer.wait_until_ready()
             writer.start_writing()
             before = writer.read_region()
