@@ -20,7 +20,9 @@ TicketId = NewType("TicketId", str)
 Incarnation = NewType("Incarnation", str)
 NodeName = NewType("NodeName", str)
 BlockIndex = NewType("BlockIndex", int)  # of a block in this process's address range
-TRANSPORTS = ("shm", "zmq", "grpc")  # between processes; see kv_transfer/transports/links.py
+# Between processes; see kv_transfer/transports/links.py.
+STAGED_TRANSPORTS = ("shm", "zmq", "grpc")  # through host memory
+TRANSPORTS = ("cuda_ipc", *STAGED_TRANSPORTS)
 
 
 def mint_id(bits: int = 128) -> str:

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from baton.errors import NodeFailed
 from baton.pb import cluster_pb2, cluster_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
-from baton.types import TRANSPORTS
+from baton.types import STAGED_TRANSPORTS
 from benchmarks.clusters.local_cluster import start_local_cluster
 from benchmarks.clusters.random_models import NARROW_SHAPE
 from benchmarks.figures.percentiles import percentile
@@ -61,7 +61,10 @@ Samples = Mapping[tuple[int, str], Sequence[GranularitySample]]  # by prompt len
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--transport", choices=(*TRANSPORTS, "all"), default="all", help="which one (default all)"
+        "--transport",
+        choices=(*STAGED_TRANSPORTS, "all"),
+        default="all",
+        help="which one (default all)",
     )
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
     parser.add_argument(
@@ -75,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
     rows: list[ResultRow] = []
-    for transport in TRANSPORTS if options.transport == "all" else (options.transport,):
+    for transport in STAGED_TRANSPORTS if options.transport == "all" else (options.transport,):
         samples = asyncio.run(_measure_transport(transport, options, console))
         print_table(console, transport, samples)
         rows += to_rows(transport, samples, command)

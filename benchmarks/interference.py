@@ -43,7 +43,7 @@ from rich.console import Console
 
 from baton.errors import NodeFailed
 from baton.pb import cluster_pb2, cluster_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
-from baton.types import TRANSPORTS
+from baton.types import STAGED_TRANSPORTS
 from benchmarks.clusters.local_cluster import start_local_cluster
 from benchmarks.clusters.random_models import DEMO_SHAPE
 from benchmarks.figures.percentiles import percentile
@@ -128,7 +128,10 @@ def _mean_window(before: WindowSample, after: WindowSample) -> WindowSample:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--transport", choices=(*TRANSPORTS, "all"), default="all", help="which one (default all)"
+        "--transport",
+        choices=(*STAGED_TRANSPORTS, "all"),
+        default="all",
+        help="which one (default all)",
     )
     parser.add_argument(
         "--rounds", type=int, default=5, help="of each transport and load (default 5)"
@@ -144,7 +147,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
     rows: list[ResultRow] = []
-    for transport in TRANSPORTS if options.transport == "all" else (options.transport,):
+    for transport in STAGED_TRANSPORTS if options.transport == "all" else (options.transport,):
         samples = asyncio.run(_measure_transport(transport, options, console))
         rows += to_rows(transport, samples, options.rounds * options.window, command)
     print_rows(console, "interference: the median decode step while prompts are handed over", rows)

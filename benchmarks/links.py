@@ -28,7 +28,7 @@ from baton.shared_memory.segment import (
     round_up_segment_bytes,
 )
 from baton.types import (
-    TRANSPORTS,
+    STAGED_TRANSPORTS,
     AttemptKey,
     BlockIndex,
     Incarnation,
@@ -41,8 +41,8 @@ from baton.types import (
 from benchmarks.figures.report import ResultRow, make_row, print_rows
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.factory import build_kv_receiver, build_kv_sender
+from kv_transfer.kv_receiver import KVReceiver
 from kv_transfer.plane import InboundSealed, OutboundAborted, OutboundCommitted, SealInfo
-from kv_transfer.plane_threads import KVReceiver
 
 HELP = "what the transfer plane moves between two processes, and what encryption costs"
 MESSAGE_BYTES = (1 << 18, 1 << 20)
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
     rows = []
-    for transport in TRANSPORTS:
+    for transport in STAGED_TRANSPORTS:
         long, short = measure_plane(transport, options.repeat)
         rate = LONG_BLOCKS * LAYOUT.block_bytes / long / 1e9
         rows.append(make_row(f"links/{transport}/rate", rate, "GB/s", command))

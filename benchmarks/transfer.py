@@ -19,7 +19,7 @@ from rich.console import Console
 from baton.cli.views.timeline import STAGES, early_arrival_share
 from baton.errors import NodeFailed
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
-from baton.types import TRANSPORTS
+from baton.types import STAGED_TRANSPORTS
 from benchmarks.clusters.local_cluster import start_local_cluster
 from benchmarks.clusters.random_models import NARROW_SHAPE
 from benchmarks.figures.machine_rates import measure_loopback_tcp_rate, measure_memcpy_rate
@@ -51,7 +51,10 @@ class TransferSample:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--transport", choices=(*TRANSPORTS, "all"), default="all", help="which one (default all)"
+        "--transport",
+        choices=(*STAGED_TRANSPORTS, "all"),
+        default="all",
+        help="which one (default all)",
     )
     parser.add_argument(
         "--requests", type=int, default=50, help="measured requests of each transport (default 50)"
@@ -71,7 +74,7 @@ async def measure_transports(
         make_row("transfer/memcpy", rates["shm"] / 1e9, "GB/s", command),
         make_row("transfer/loopback_tcp", tcp / 1e9, "GB/s", command),
     ]
-    for transport in TRANSPORTS if options.transport == "all" else (options.transport,):
+    for transport in STAGED_TRANSPORTS if options.transport == "all" else (options.transport,):
         samples = await _measure_transport(transport, options, console)
         rows += to_rows(transport, samples, rates[transport], command)
     return rows

@@ -44,6 +44,7 @@ from baton.types import (
     mint_id,
 )
 from kv_transfer.plane import (
+    CUDA_IPC,
     InboundFenced,
     InboundLost,
     InboundPlane,
@@ -77,6 +78,7 @@ class _PendingHandoff:
     held_tokens: int  # context tokens that need not be sent
     pool_tokens: int  # of these, found in the shared pool
     remote_pool_tokens: int  # of these, sent by another host's pool
+    is_on_device: bool  # what lands is in the memory that the engine computes in
     is_over: bool = False  # its end is reported, or the coordinator has ended it
 
 
@@ -223,7 +225,11 @@ class DecodeRole(BaseRole):
         ticket = self._build_ticket(ticket_id, result, writer)
         held_tokens = result.num_computed_tokens
         self._pending_handoffs[ticket_id] = _PendingHandoff(
-            work, held_tokens, result.pool_use.num_tokens, result.pool_use.num_remote_tokens
+            work,
+            held_tokens,
+            result.pool_use.num_tokens,
+            result.pool_use.num_remote_tokens,
+            ticket.transport == CUDA_IPC,
         )
         self._tickets[work.key] = ticket_id
         self._plane.grant_ticket(ticket)
@@ -245,7 +251,7 @@ class DecodeRole(BaseRole):
             ),
             num_tokens=sequence.context_len,
             ttl_seconds=self._context.config.ticket_ttl,
-            transport=self._plane.choose_transport(writer.host_id),
+            transport=self._plane.choose_transport(writer.host_id, writer.transfer_endpoint),
             segment=SegmentRef(self._context.arena.name, incarnation),
             fence_byte=self._plane.allocate_fence_byte(),
         )
@@ -261,7 +267,8 @@ class DecodeRole(BaseRole):
                 sequence = self._scheduler.sequences.require_sequence(
                     key, SequenceState.AWAITING_KV
                 )
-                self._context.engine.load_blocks(sequence.reserved_blocks)
+                if not pending.is_on_device:
+                    self._context.engine.load_blocks(sequence.reserved_blocks)
                 outcomes = self._scheduler.commit_handoff(key, (token,), seal.last_token_score)
                 self._plane.commit_ticket(ticket)
         except BatonError as error:

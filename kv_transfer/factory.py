@@ -17,8 +17,10 @@ from baton.shared_memory.segment import Segment, compute_host_id
 from baton.types import Incarnation
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core.events import InboundEvent, OutboundEvent
+from kv_transfer.device.device_memory import TransferDevice
+from kv_transfer.kv_receiver import KVReceiver
+from kv_transfer.kv_sender import KVSender
 from kv_transfer.plane import InboundPlane, OutboundPlane
-from kv_transfer.plane_threads import KVReceiver, KVSender
 from kv_transfer.transports.registry import make_decode_link, make_dialers
 
 _RENEWALS_PER_TTL = 10  # how often a ticket is renewed within its time to live
@@ -66,8 +68,10 @@ def settings_from_config(config: MemberConfig) -> TransferSettings:
     )
 
 
-def make_inbound_plane(parts: PlaneContext) -> InboundPlane:
-    """Decode's plane over the node's arena. It has no incarnation until `rejoin`."""
+def make_inbound_plane(parts: PlaneContext, device: TransferDevice | None = None) -> InboundPlane:
+    """Decode's plane over the node's arena. It has no incarnation until `rejoin`.
+
+    `device` is the memory that the node computes in, if it is not the arena."""
     return build_kv_receiver(
         arena=parts.arena.view,
         layout=parts.engine.layout,
@@ -78,10 +82,11 @@ def make_inbound_plane(parts: PlaneContext) -> InboundPlane:
         settings=settings_from_config(parts.config),
         host_id=parts.host_id,
         clock=parts.clock,
+        device=device if device is not None and device.receives else None,
     )
 
 
-def make_outbound_plane(parts: PlaneContext) -> OutboundPlane:
+def make_outbound_plane(parts: PlaneContext, device: TransferDevice | None = None) -> OutboundPlane:
     """Prefill's plane over all blocks that the node can read. No incarnation until `rejoin`."""
     return build_kv_sender(
         arena=parts.block_memory,
@@ -92,6 +97,7 @@ def make_outbound_plane(parts: PlaneContext) -> OutboundPlane:
         settings=settings_from_config(parts.config),
         host_id=parts.host_id,
         clock=parts.clock,
+        device=device if device is not None and device.writer_name else None,
     )
 
 
@@ -107,8 +113,9 @@ def build_kv_receiver(
     host_id: str = "",
     clock: Clock = monotonic_clock,
     failpoints: Failpoints = FAILPOINTS,
+    device: TransferDevice | None = None,
 ) -> KVReceiver:
-    """Decode's plane over the blocks in `arena`.
+    """Decode's plane over the blocks in `arena`, and over `device` with the same blocks.
 
     `fences` are those of the arena's segment, None if it is not a segment; the plane closes them.
     `token` is the cluster token. `host_id` is that of the segment folder by default."""
@@ -124,6 +131,7 @@ def build_kv_receiver(
         emit=emit,
         clock=clock,
         failpoints=failpoints,
+        device=device,
     )
 
 
@@ -138,8 +146,11 @@ def build_kv_sender(
     host_id: str = "",
     clock: Clock = monotonic_clock,
     failpoints: Failpoints = FAILPOINTS,
+    device: TransferDevice | None = None,
 ) -> KVSender:
-    """Prefill's plane over the blocks in `arena`. It dials any transport that a ticket names."""
+    """Prefill's plane over the blocks in `arena`, which are read in `device` if there is one.
+
+    It dials any transport that a ticket names."""
     settings = settings or TransferSettings()
     return KVSender(
         arena=arena,
@@ -151,4 +162,5 @@ def build_kv_sender(
         emit=emit,
         clock=clock,
         failpoints=failpoints,
+        device=device,
     )

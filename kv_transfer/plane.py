@@ -34,9 +34,11 @@ from kv_transfer.core.events import (
     OutboundEvent,
     SealInfo,
 )
+from kv_transfer.core.handoff_common import CUDA_IPC
 from kv_transfer.core.layer_groups import LinkCost
 
 __all__ = [
+    "CUDA_IPC",
     "HandoffStats",
     "InboundEvent",
     "InboundFenced",
@@ -51,6 +53,7 @@ __all__ = [
     "OutboundEvent",
     "OutboundPlane",
     "SealInfo",
+    "reads_device_memory",
 ]
 
 
@@ -66,8 +69,11 @@ class InboundPlane(Protocol):
         """The node has a new incarnation: every open ticket is lost with StaleMessage."""
         ...
 
-    def choose_transport(self, writer_host_id: str) -> str:
-        """The transport for a writer on that host: as configured, or `shm` on the same host."""
+    def choose_transport(self, writer_host_id: str, writer_endpoint: str | None = None) -> str:
+        """The transport for a writer on that host, with the endpoint that its plane states.
+
+        As configured; by `auto` and, if the endpoint is known, by `cuda_ipc`, the fastest one that
+        both ends can use."""
         ...
 
     def allocate_fence_byte(self) -> int:
@@ -106,7 +112,7 @@ class OutboundPlane(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """Empty: a writer dials and is never dialled."""
+        """What tells decode that a device writes; else empty: a writer is never dialled."""
         ...
 
     def rejoin(self, incarnation: Incarnation) -> None:
@@ -170,3 +176,8 @@ class OutboundPlane(Protocol):
     def close(self) -> None:
         """Stop the thread. Every open hand-off ends in OutboundAborted first."""
         ...
+
+
+def reads_device_memory(plane: OutboundPlane) -> bool:
+    """Whether slabs are read where the engine computes, instead of in the host's arena."""
+    return bool(plane.endpoint)

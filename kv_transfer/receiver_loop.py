@@ -28,6 +28,8 @@ from kv_transfer.core.inbound_handoff import (
     InboundState,
 )
 from kv_transfer.core.lease_table import LeaseTable
+from kv_transfer.device.device_landing import DeviceLanding, DeviceLandings
+from kv_transfer.device.device_memory import QueuedWork, TransferDevice
 from kv_transfer.transports.links import DecodeLink, LinkMessage, Pollable
 
 _MESSAGES_PER_TURN = 64  # messages handled before commands and timers get their turn again
@@ -39,6 +41,7 @@ class _GrantedTicket:
     machine: InboundHandoff
     reply_route: bytes | None = None  # the link on which its writer last sent a frame
     host_id: str = ""  # of its writer
+    landing: DeviceLanding | None = None  # if its writer is a device
 
 
 class ReceiverLoop:
@@ -56,11 +59,14 @@ class ReceiverLoop:
         emit: Callable[[InboundEvent], None],
         clock: Clock,
         failpoints: Failpoints,
+        device: TransferDevice | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()  # read by any thread
         self.unmappable_hosts: set[str] = set()  # read by any thread
         # Runs the commands posted to this thread up to now.
         self.run_posted_commands: Callable[[], None] = lambda: None
+        # Runs a command on this thread; called from threads of the device.
+        self.post_command: Callable[[Callable[[], None]], bool] = lambda _: False
         self._copier = copier
         self._shape = shape
         self._link = link
@@ -74,10 +80,24 @@ class ReceiverLoop:
         self._ended_handoffs: OrderedDict[TicketId, InboundHandoff] = OrderedDict()
         self._timers: LeaseTable[TicketId] = LeaseTable()
         self._has_more_work = False
+        self.landings = None if device is None else self._make_landings(device)
+
+    def _make_landings(self, device: TransferDevice) -> DeviceLandings:
+        return DeviceLandings(
+            device,
+            self._settings.segment_folder,
+            self._shape.num_layers * self._shape.slab_bytes,
+            lambda command: self.post_command(command),
+            self._apply_to_route,
+            self._count_landed,
+            self._clock,
+            self._failpoints,
+        )
 
     # commands of the node
 
-    def grant_ticket(self, ticket: Ticket) -> None:
+    def grant_ticket(self, ticket: Ticket, queued_steps: QueuedWork | None = None) -> None:
+        """`queued_steps`: what the node's device computes now, if the writer is a device."""
         machine = InboundHandoff(
             ticket=ticket,
             shape=self._shape,
@@ -86,7 +106,12 @@ class ReceiverLoop:
             progress_timeout=self._settings.progress_timeout,
             lease_deadline=self._clock() + ticket.ttl_seconds,
         )
-        self._granted[ticket.id] = _GrantedTicket(machine)
+        granted = self._granted[ticket.id] = _GrantedTicket(machine)
+        if queued_steps is not None:
+            assert self._fences is not None
+            assert self.landings is not None
+            machine.credit_bytes = self._settings.device_credit_bytes
+            granted.landing = self.landings.make_landing(machine, self._fences, queued_steps)
         self.counters["granted"] += 1
         self._update_timer(machine)
         if ticket.decode_peer.incarnation != self._incarnation:
@@ -150,6 +175,8 @@ class ReceiverLoop:
             self._on_message(message)
         else:
             self._has_more_work = True
+        if self.landings is not None:
+            self.landings.poll()
         now = self._clock()
         for ticket in self._timers.pop_expired(now):
             granted = self._granted[ticket]
@@ -161,7 +188,8 @@ class ReceiverLoop:
         if self._has_more_work:
             return self._clock()
         deadline = self._timers.next_deadline()
-        return NEVER if deadline is None else deadline
+        waiting = NEVER if self.landings is None else self.landings.deadline
+        return waiting if deadline is None else min(deadline, waiting)
 
     def pollables(self) -> Sequence[tuple[Pollable, bool]]:
         return [(pollable, False) for pollable in self._link.read_pollables()]
@@ -175,6 +203,8 @@ class ReceiverLoop:
 
     def close(self) -> None:
         self._link.close()
+        if self.landings is not None:
+            self.landings.close()
         if self._fences is not None:
             self._fences.close()
 
@@ -198,6 +228,13 @@ class ReceiverLoop:
         if granted and machine.is_current_frame(frame):
             granted.reply_route = message.reply_route
             self._remember_host(granted, frame)
+            if (
+                self.landings is not None
+                and granted.landing is not None
+                and isinstance(frame, frames.OpenFrame | frames.WriteFrame | frames.SealFrame)
+            ):
+                self.landings.on_frame(granted.landing, frame, message.payload)
+                return
         self._apply_outputs(
             machine, self._dispatch_frame(machine, frame, message.payload), message.reply_route
         )
@@ -208,11 +245,16 @@ class ReceiverLoop:
         self._link.send(route, frames.encode_frame(refusal))
 
     def _remember_host(self, granted: _GrantedTicket, frame: frames.FrameToDecode) -> None:
-        """Remember hosts that cannot map this arena: the next ticket for them uses the network."""
+        """Remember who cannot map this arena: the next ticket for them uses another transport."""
         if isinstance(frame, frames.OpenFrame):
             granted.host_id = frame.host_id
         elif isinstance(frame, frames.AbortFrame) and frame.code == UnmappableSegment.code:
-            self.unmappable_hosts.add(granted.host_id)
+            if granted.landing is None or self.landings is None:
+                self.unmappable_hosts.add(granted.host_id)
+            else:
+                self.landings.exclude_writer(
+                    granted.landing.writer_name, UnmappableSegment(frame.message)
+                )
 
     def _dispatch_frame(
         self, machine: InboundHandoff, frame: frames.FrameToDecode, payload: memoryview | None
@@ -248,13 +290,22 @@ class ReceiverLoop:
         except HandoffFailed as error:
             return [*outputs, *machine.revoke(error)]
         if right:
-            self.counters["bytes_landed"] += frame.payload_bytes
-            self.counters["slabs_landed"] += frame.slab_range.num_slabs
+            self._count_landed(frame)
         if action is FailpointAction.DUPLICATE:
             outputs += self._on_write(machine, frame, payload)
         return outputs
 
+    def _count_landed(self, frame: frames.WriteFrame) -> None:
+        self.counters["bytes_landed"] += frame.payload_bytes
+        self.counters["slabs_landed"] += frame.slab_range.num_slabs
+
     # outputs
+
+    def _apply_to_route(self, machine: InboundHandoff, outputs: list[InboundOutput]) -> None:
+        """Apply outputs of an input that no frame of this moment has caused."""
+        granted = self._granted.get(machine.ticket.id)
+        if granted is not None:
+            self._apply_outputs(machine, outputs, granted.reply_route)
 
     def _apply_outputs(
         self,

@@ -7,23 +7,24 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import assert_never
 
 from baton.errors import BatonError, HandoffFailed, PeerUnreachable, StaleMessage
-from baton.kv.blocks import KVLayout
 from baton.process.clock import Clock
 from baton.process.failpoints import FailpointAction, Failpoints
 from baton.types import AttemptKey, Incarnation, Ticket, TicketId
-from kv_transfer.arena.slab_copier import SlabCopier, flip_first_bit
+from kv_transfer.arena.slab_copier import flip_first_bit
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.core.events import LayerLanded, OutboundAborted, OutboundCommitted, OutboundEvent
-from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput, is_one_sided
+from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
 from kv_transfer.core.layer_groups import BusyPeriod, LinkCost, LinkCostEstimator
 from kv_transfer.core.outbound_handoff import TERMINAL_STATES, OutboundHandoff, OutboundOutput
+from kv_transfer.core.send_queue import OutgoingWrite
 from kv_transfer.core.writer_lock import NoLock, WriterLock
+from kv_transfer.slab_writers import SlabWriters, WritePath, WrittenSlabs
 from kv_transfer.transports.links import LinkLoss, PeerKey, PeerLink, PeerLinks, Pollable
-from kv_transfer.transports.shm_arena import PeerArena, PeerArenas, TicketLock
 
 _WRITES_PER_TURN = 4  # messages written per hand-off before links and commands get their turn again
 _FRAMES_PER_TURN = 64  # frames handled per link before writing gets its turn again
@@ -42,7 +43,7 @@ class LayerWaiter:
 class _ActiveHandoff:
     machine: OutboundHandoff
     peer_key: PeerKey | None = None  # known with the ticket
-    peer_arena: PeerArena | None = None  # mapped, if the writer is one-sided
+    path: WritePath | None = None  # known with the ticket, if this node can write under it
     waiters: list[LayerWaiter] = field(default_factory=list)
     busy_period: BusyPeriod | None = None  # None: nothing is on its way
 
@@ -53,8 +54,8 @@ class SenderLoop:
     def __init__(
         self,
         *,
-        copier: SlabCopier,
-        layout: KVLayout,
+        writers: SlabWriters,
+        shape: ArenaShape,
         links: PeerLinks,
         host_id: str,
         settings: TransferSettings,
@@ -64,10 +65,9 @@ class SenderLoop:
         failpoints: Failpoints,
     ) -> None:
         self.counters: Counter[str] = Counter()  # read by any thread
-        self._copier = copier
-        self._shape = ArenaShape(layout.num_layers, layout.num_kv_heads, layout.slab_bytes)
+        self._writers = writers
+        self._shape = shape
         self._links = links
-        self._arenas = PeerArenas(settings.segment_folder, layout)
         self._host_id = host_id
         self._settings = settings
         self._incarnation = incarnation
@@ -89,7 +89,13 @@ class SenderLoop:
             self.counters["ignored_open"] += 1
             return
         machine = OutboundHandoff(
-            key, self._incarnation, self._shape, blocks, self._send_settings, self._host_id
+            key,
+            self._incarnation,
+            self._shape,
+            blocks,
+            self._send_settings,
+            self._host_id,
+            self._writers.writer_process,
         )
         self._handoffs[key] = _ActiveHandoff(machine)
         self.counters["opened"] += 1
@@ -108,7 +114,9 @@ class SenderLoop:
         handoff.peer_key = (endpoint, ticket.decode_peer.incarnation)
         self._close_stale_links(handoff.peer_key)
         try:
-            self._set_machine_ticket(handoff, ticket, self._writer_lock(handoff, ticket))
+            handoff.path = self._writers.open_path(ticket)
+            machine.settings = handoff.path.settings
+            self._set_machine_ticket(handoff, ticket, handoff.path.lock)
         except HandoffFailed as error:  # the Abort tells decode why; it may offer another transport
             self._set_machine_ticket(handoff, ticket, NoLock())
             self._apply_outputs(handoff, machine.abort(error))
@@ -120,13 +128,6 @@ class SenderLoop:
         if handoff.machine.ticket is not None:  # the machine has taken it
             self._keys_by_ticket[ticket.id] = handoff.machine.key
         self._apply_outputs(handoff, outputs)
-
-    def _writer_lock(self, handoff: _ActiveHandoff, ticket: Ticket) -> WriterLock:
-        """The lock that a writer under this ticket needs. Raises UnmappableSegment."""
-        if not is_one_sided(ticket.transport):
-            return NoLock()
-        handoff.peer_arena = self._arenas.get(ticket)
-        return TicketLock(handoff.peer_arena, ticket)
 
     def apply_input(
         self, key: AttemptKey, call: Callable[[OutboundHandoff], list[OutboundOutput]]
@@ -154,7 +155,7 @@ class SenderLoop:
         for peer, _ in self._links.items():
             if peer[1] == decode:
                 self._links.close_link(peer)
-        self._arenas.unmap_peer(decode)
+        self._writers.unmap_peer(decode)
 
     def rejoin(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
@@ -192,11 +193,11 @@ class SenderLoop:
         self._abort_all(HandoffFailed("the transfer plane is closing"))
 
     def is_drained(self) -> bool:
-        return self._links.has_no_unacked_aborts()
+        return self._writers.is_idle and self._links.has_no_unacked_aborts()
 
     def close(self) -> None:
         self._links.close()
-        self._arenas.close()
+        self._writers.close()
 
     # links
 
@@ -238,7 +239,7 @@ class SenderLoop:
             return
         handoff.busy_period = None
         estimator = self._link_costs.setdefault(
-            machine.ticket.transport, LinkCostEstimator(self._settings.max_payload_bytes)
+            machine.ticket.transport, LinkCostEstimator(machine.settings.max_payload_bytes)
         )
         estimator.observe_busy_period(period, machine.last_landed_at)
         self.link_cost = estimator.cost
@@ -255,13 +256,8 @@ class SenderLoop:
             and now - link.last_heard_at >= self._settings.progress_timeout
         ):
             # The peer may be alive, but this link is dead: the next hand-off dials a new one.
-            self._drop_link(
-                peer,
-                LinkLoss(
-                    PeerUnreachable(f"transfer link to {peer[0]}: silent (progress_timeout)"),
-                    was_up=True,
-                ),
-            )
+            error = PeerUnreachable(f"transfer link to {peer[0]}: silent (progress_timeout)")
+            self._drop_link(peer, LinkLoss(error, was_up=True))
 
     def _drop_link(self, peer: PeerKey, loss: LinkLoss) -> None:
         self.counters["links_lost"] += 1
@@ -269,9 +265,11 @@ class SenderLoop:
         for handoff in list(self._handoffs.values()):
             if handoff.peer_key == peer:
                 self._apply_outputs(handoff, handoff.machine.on_link_lost(loss.error, loss.was_up))
-        writers = (handoff for handoff in self._handoffs.values() if handoff.peer_arena)
-        if not any(handoff.peer_key == peer for handoff in writers):
-            self._arenas.unmap_peer(peer[1])
+        if not any(
+            handoff.peer_key == peer and handoff.path is not None and not handoff.path.is_inline
+            for handoff in self._handoffs.values()
+        ):
+            self._writers.unmap_peer(peer[1])
 
     # writing
 
@@ -285,27 +283,42 @@ class SenderLoop:
         self._apply_outputs(handoff, outputs)
         if write is None:
             return False
+        assert handoff.path is not None
+        size = write.slab_range.num_slabs * self._shape.slab_bytes
+        period = handoff.busy_period or BusyPeriod(started)
+        handoff.busy_period = period.with_message(size)
         try:
             action = self._failpoints.hit("transfer.write.before")
-            payload: memoryview | None = None
-            if handoff.peer_arena is not None and handoff.machine.ticket is not None:
-                peer, ticket = handoff.peer_arena.copier, handoff.machine.ticket
-                checksum = self._copier.copy_slabs(write, peer, ticket, action)
-            else:
-                payload, checksum = self._copier.read_slabs(write, action)
-            self._failpoints.hit("transfer.write.after")
         except HandoffFailed as error:
             self._apply_outputs(handoff, handoff.machine.fail_write(error))
             return True
-        size = write.slab_range.num_slabs * self._shape.slab_bytes
-        handoff.busy_period = (handoff.busy_period or BusyPeriod(started)).with_message(size)
-        self.counters["messages_written"] += 1
-        self.counters["bytes_written"] += size
-        self.counters["slabs_written"] += write.slab_range.num_slabs
-        is_inline = payload is not None
-        outputs = handoff.machine.finish_write(write, checksum, is_inline, self._clock())
-        self._apply_outputs(handoff, outputs, payload, action)
+        on_end = partial(self._end_write, handoff, write, action)
+        self._writers.start_write(handoff.path, write, action, on_end)
         return True
+
+    def _end_write(
+        self,
+        handoff: _ActiveHandoff,
+        write: OutgoingWrite,
+        action: FailpointAction | None,
+        result: WrittenSlabs | HandoffFailed,
+    ) -> None:
+        """The source blocks of a write were read, or could not be."""
+        if not isinstance(result, HandoffFailed):
+            try:
+                self._failpoints.hit("transfer.write.after")
+            except HandoffFailed as error:
+                result = error
+        if isinstance(result, HandoffFailed):
+            self._apply_outputs(handoff, handoff.machine.fail_write(result))
+            return
+        self.counters["messages_written"] += 1
+        self.counters["bytes_written"] += write.slab_range.num_slabs * self._shape.slab_bytes
+        self.counters["slabs_written"] += write.slab_range.num_slabs
+        outputs = handoff.machine.finish_write(
+            write, result.checksum, result.payload is not None, self._clock()
+        )
+        self._apply_outputs(handoff, outputs, result.payload, action)
 
     # outputs
 

@@ -7,7 +7,7 @@ from baton.errors import HandoffFailed
 from baton.process.clock import Clock
 from baton.process.failpoints import FAILPOINTS, failpoint
 from baton.types import AttemptKey, BlockIndex
-from kv_transfer.plane import OutboundPlane
+from kv_transfer.plane import OutboundPlane, reads_device_memory
 
 _HOLD_FAILPOINT = "prefill.layer.landed"
 
@@ -36,6 +36,9 @@ class LayerAnnouncer:
 
     @property
     def blocks(self) -> Sequence[BlockIndex]:
+        """None, if the plane reads the device's own memory."""
+        if reads_device_memory(self.plane):
+            return ()
         return [block for completed in self.ranges for block in completed.blocks]
 
     def __call__(self, layer: int) -> None:

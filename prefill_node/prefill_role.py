@@ -39,6 +39,7 @@ from kv_transfer.plane import (
     OutboundCommitted,
     OutboundPlane,
     SealInfo,
+    reads_device_memory,
 )
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
 from node_engine.core.node_commands import NodeCommand, NodeJoined
@@ -167,7 +168,8 @@ class PrefillRole(BaseRole):
 
     def _announce_cached_blocks(self, cached: BlockRange) -> None:
         """Blocks before the first slice come from a cache: all their layers are complete."""
-        self._context.engine.save_blocks(cached.blocks).result()
+        saved = () if reads_device_memory(self._plane) else cached.blocks
+        self._context.engine.save_blocks(saved).result()  # ends what is loaded, too
         self._plane.announce_layer(
             cached.key, 0, cached.first_block, cached.blocks, self._layout.num_layers
         )

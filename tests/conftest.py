@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, settings
 
 # How fast examples are drawn and run says something about the machine, and nothing about what is
 # tested.
-settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("any machine")
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same examples in every run. Others: pytest --hypothesis-profile=random
+settings.register_profile("seeded", settings.get_profile("random"), derandomize=True)
+settings.load_profile("seeded")
 
 
 _HERE = Path(__file__).parent

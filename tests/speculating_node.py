@@ -13,11 +13,12 @@ from baton.process.clock import FakeClock
 from baton.types import AttemptKey, AttemptSpec, Request, RequestId, SamplingParams, TokenEvent
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.blocks.block_records import BlockState
+from node_engine.core.scheduling import speculator
 from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import SequenceFailed, SequenceOutcome, TokenEmitted
 from node_engine.core.sequences.token_constraint import TokenConstraint
-from node_engine.core.speculation import drafting
+from node_engine.core.speculation.model_drafter import ModelDrafter
 from node_engine.core.step.engine import Engine
 from node_engine.core.step.step_batch import StepBatch
 
@@ -31,6 +32,8 @@ class SpeculatingNode:
     engine: Engine
     max_draft_tokens: int
     num_blocks: int = 128
+    draft_engine: Engine | None = None
+    num_draft_blocks: int = 128
     outcomes: list[SequenceOutcome] = field(default_factory=list)
     batches: list[StepBatch] = field(default_factory=list)
     # Set when a sequence that was kept out of steps may join them, see ConstraintFactory.
@@ -41,8 +44,25 @@ class SpeculatingNode:
         self.engine.bind_cache(memoryview(self._arena), self.num_blocks)
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, FakeClock())
         limits = SchedulerLimits(8, 96, 1024, max_draft_tokens=self.max_draft_tokens)
+        self.drafter = self._make_drafter() if self.draft_engine is not None else None
         self.scheduler = Scheduler(self.pool, limits, self.engine.eos_token_ids)
+        if self.drafter is not None:
+            self.scheduler.speculator.use_draft_model(self.drafter)
         self.root = root_hash(self.engine.model_digest, self.engine.layout, b"")
+
+    def _make_drafter(self) -> ModelDrafter:
+        engine = self.draft_engine
+        assert engine is not None
+        self._draft_arena = bytearray(self.num_draft_blocks * engine.layout.block_bytes)
+        engine.bind_cache(memoryview(self._draft_arena), self.num_draft_blocks)
+        return ModelDrafter(
+            engine.run,
+            num_blocks=self.num_draft_blocks,
+            block_size=engine.layout.block_size,
+            max_model_len=engine.max_model_len,
+            vocab_size=min(engine.vocab_size, self.engine.vocab_size),
+            clock=FakeClock(),
+        )
 
     def run_works(
         self, works: Sequence[AttemptSpec], constraints: Mapping[AttemptKey, TokenConstraint] = {}
@@ -54,6 +74,9 @@ class SpeculatingNode:
             if not self.step():
                 assert self.mask_computed.wait(60), "sequences wait, but not for a mask"
         assert self.pool.ownership.count_blocks(BlockState.IN_USE) == 0
+        if self.drafter is not None:
+            self.drafter.release_ended_sequences()
+            assert self.drafter.num_free_blocks == self.num_draft_blocks
 
     def step(self) -> bool:
         plan = self.scheduler.schedule_step()
@@ -125,5 +148,5 @@ def knowing_proposers(
     def make_proposer(tokens: Sequence[int]) -> KnowingProposer:
         return KnowingProposer(tokens, contexts, error_share, next(numbers))
 
-    with patch.object(drafting, "NgramProposer", make_proposer):
+    with patch.object(speculator, "NgramProposer", make_proposer):
         yield

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.checks import gpu, machine, network, shared_memory, weight_cache
+from baton.cli.checks import device_fence, gpu, machine, network, shared_memory, weight_cache
 from baton.cli.checks import model as model_checks
 from baton.cli.checks.cpu_kernels import check_cpu_kernels
 from baton.cli.checks.finding import Finding
@@ -61,6 +61,7 @@ def run_checks(settings: Config, endpoint: str) -> list[Finding]:
         machine.check_python(),
         machine.check_torch(found),
         *gpu.check_gpus(settings, found),
+        *device_fence.check_device_fence(settings, found.get("gpus", [])),
         check_cpu_kernels(settings, found),
         machine.check_encryption(),
         machine.check_cores(settings, count_usable_cores()),

@@ -122,8 +122,10 @@ class MemberConfig(ProcessConfig):
     ] = ""
     segment_dir: Annotated[str, help_text("Folder of shared-memory segments")] = "/dev/shm"
     transport: Annotated[
-        Literal["auto", "shm", "zmq", "grpc"],
-        help_text("How KV travels; auto: shared memory on one host, zmq between hosts"),
+        Literal["auto", "cuda_ipc", "shm", "zmq", "grpc"],
+        help_text(
+            "How KV travels; auto: between GPUs or shared memory on one host, zmq between hosts"
+        ),
     ] = "auto"
     layers_per_message: Annotated[
         NonNegativeInt,

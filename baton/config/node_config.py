@@ -115,12 +115,19 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
         ),
     ] = "most_blocks"
     speculative: Annotated[
-        Literal["none", "ngram"],
+        Literal["none", "ngram", "draft"],
         help_text(
             "Speculative decoding, on CPUs; ngram: drafts come from the sequence itself "
-            "(prompt lookup); outputs stay the same"
+            "(prompt lookup); draft: from --draft-model; outputs stay the same"
         ),
     ] = "none"
+    draft_model: Annotated[
+        str,
+        help_text(
+            "Smaller model with the same tokenizer: a folder or a hub id; "
+            "for --speculative draft, on decode nodes"
+        ),
+    ] = ""
     speculative_tokens: Annotated[
         int,
         Meta(ge=1, le=32),

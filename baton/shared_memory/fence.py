@@ -38,6 +38,7 @@ class ArenaFences:
     """The arena owner's end: creates the fence file, allocates bytes, and closes them for good."""
 
     def __init__(self, segment_path: Path) -> None:
+        self.segment_path = segment_path
         self.path = segment_path.with_name(segment_path.name + FENCE_SUFFIX)
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         self._bytes = count()

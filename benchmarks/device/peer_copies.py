@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from kv_kernels.triton.block_copy import SlabPlaces, count_checksum_parts, launch_slab_move
-from kv_transfer.device.cuda_driver_api import CudaDriver
+from kv_transfer.device.cuda_driver_api import CudaWorkDriver
 from kv_transfer.device.cuda_views import view_device_words, view_pinned_words
 
 _REPEATS = 10
@@ -70,7 +70,7 @@ class ArenaOwner:
 
 def own_memory(device: int, size: int) -> None:
     """Allocate and export memory, and wait until the standard input ends."""
-    driver = CudaDriver(device)
+    driver = CudaWorkDriver(device)
     sys.stdout.write(driver.export_memory(driver.allocate(size)).hex() + "\n")
     sys.stdout.flush()
     sys.stdin.read()
@@ -90,6 +90,39 @@ def time_on_device(queue_work: Callable[[], object]) -> float:
     return float(statistics.median(seconds))
 
 
+@dataclass(frozen=True, slots=True)
+class CopyVariant:
+    """How the copies are launched."""
+
+    layers: int  # of a launch
+    streams: int = 1  # used in turn
+    has_device_numbers: bool = True  # else the kernel reads them in pinned memory
+    has_device_sums: bool = (
+        False  # then copied to the host; else the kernel writes to pinned memory
+    )
+    num_warps: int = 4
+    copies: bool = True  # else only checksums, as decode does
+
+    def __str__(self) -> str:
+        numbers = "device" if self.has_device_numbers else "pinned"
+        sums = "device" if self.has_device_sums else "pinned"
+        return (
+            f"{'copy' if self.copies else 'check'}, {self.layers} layers a launch, "
+            f"{self.streams} streams, numbers {numbers}, sums {sums}, {self.num_warps} warps"
+        )
+
+
+VARIANTS = (
+    *(CopyVariant(layers) for layers in (1, 2, 4, 8, 32)),
+    *(CopyVariant(layers, copies=False) for layers in (1, 4, 8)),
+    *(CopyVariant(layers, streams=4) for layers in (1, 4)),
+    *(CopyVariant(layers, num_warps=8) for layers in (1, 4)),
+    CopyVariant(1, has_device_numbers=False),
+    CopyVariant(1, has_device_sums=True),
+    CopyVariant(4, has_device_sums=True),
+)
+
+
 class HandoffCopies:
     """The copies of one hand-off into a peer's arena, as a prefill node launches them."""
 
@@ -99,26 +132,40 @@ class HandoffCopies:
         self.source = torch.randint(-(1 << 62), 1 << 62, (words,), device="cuda")
         self.peer = peer[:words]
         order = torch.randperm(shape.blocks, generator=torch.Generator().manual_seed(1))
-        self._blocks = view_pinned_words(order.to(torch.int32), torch.int32)
-        self._parts = view_pinned_words(torch.zeros(shape.blocks * 64, dtype=torch.int64))
+        numbers = order.to(torch.int32)
+        self._blocks = {True: numbers.cuda(), False: view_pinned_words(numbers, torch.int32)}
+        parts = torch.zeros(shape.layers * shape.blocks * 64, dtype=torch.int64)
+        self._host_parts = parts.pin_memory()
+        self._parts = {True: parts.cuda(), False: view_pinned_words(parts)}
+        self._streams = [torch.cuda.Stream() for _ in range(4)]
 
-    def copy_layers(self, first: int, layers: int, *, checks_only: bool = False) -> None:
+    def copy_all(self, variant: CopyVariant) -> None:
+        """Queue all copies behind the current stream's work, which then waits for them."""
         slab, block = self._shape.slab_bytes // 8, self._shape.block_bytes // 8
-        parts = count_checksum_parts(layers * slab)
-        source = SlabPlaces(self.source, block, first * slab)
-        target = None if checks_only else SlabPlaces(self.peer, block, first * slab)
-        launch_slab_move(
-            source,
-            target,
-            self._blocks,
-            self._blocks,
-            layers * slab,
-            self._parts[: self._shape.blocks * parts].view(self._shape.blocks, parts),
-        )
-
-    def copy_all(self, layers_per_launch: int, *, checks_only: bool = False) -> None:
-        for first in range(0, self._shape.layers, layers_per_launch):
-            self.copy_layers(first, layers_per_launch, checks_only=checks_only)
+        words = variant.layers * slab
+        count = count_checksum_parts(words)
+        blocks = self._blocks[variant.has_device_numbers]
+        streams, main = self._streams[: variant.streams], torch.cuda.current_stream()
+        for stream in streams:
+            stream.wait_stream(main)
+        for number in range(self._shape.layers // variant.layers):
+            first = number * variant.layers * slab
+            place = slice(number * blocks.numel() * count, (number + 1) * blocks.numel() * count)
+            parts = self._parts[variant.has_device_sums][place]
+            with torch.cuda.stream(streams[number % variant.streams]):
+                launch_slab_move(
+                    SlabPlaces(self.source, block, first),
+                    SlabPlaces(self.peer, block, first) if variant.copies else None,
+                    blocks,
+                    blocks,
+                    words,
+                    parts.view(-1, count),
+                    num_warps=variant.num_warps,
+                )
+                if variant.has_device_sums:
+                    self._host_parts[place].copy_(parts, non_blocking=True)
+        for stream in streams:
+            main.wait_stream(stream)
 
 
 def measure(shape: HandoffShape) -> dict[str, float]:
@@ -126,19 +173,15 @@ def measure(shape: HandoffShape) -> dict[str, float]:
     has_peer_gpu = torch.cuda.device_count() > 1
     owner = ArenaOwner(1 if has_peer_gpu else 0, shape.total_bytes)
     try:
-        driver = CudaDriver(0)
+        driver = CudaWorkDriver(0)
         peer = view_device_words(driver.open_memory(owner.handle), shape.total_bytes)
         copies = HandoffCopies(shape, peer)
         rates = {"contiguous": _rate(shape, partial(copies.peer.copy_, copies.source))}
-        for layers in (1, 2, 4, 8, shape.layers):
-            copies.copy_all(layers)
-            copy = partial(copies.copy_all, layers)
-            rates[f"copy, {layers} layers a launch"] = _rate(shape, copy)
-            check = partial(copies.copy_all, layers, checks_only=True)
-            rates[f"check, {layers} layers a launch"] = _rate(shape, check)
-        torch.cuda.synchronize()
-        if not torch.equal(copies.peer.to("cuda:0"), copies.source):
-            raise RuntimeError("the copied blocks differ from their source")
+        for variant in VARIANTS:
+            copies.peer.zero_()
+            rates[str(variant)] = _rate(shape, partial(copies.copy_all, variant))
+            if variant.copies and not torch.equal(copies.peer.to("cuda:0"), copies.source):
+                raise RuntimeError(f"the copied blocks differ from their source: {variant}")
         return rates
     finally:
         owner.close()

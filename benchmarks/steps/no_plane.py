@@ -16,7 +16,7 @@ class NoInboundPlane:
     def counters(self) -> dict[str, float]:
         return {}
 
-    def choose_transport(self, writer_host_id: str) -> str:
+    def choose_transport(self, writer_host_id: str, writer_endpoint: str | None = None) -> str:
         raise NotImplementedError
 
     def allocate_fence_byte(self) -> int:

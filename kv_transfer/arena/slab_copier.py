@@ -99,6 +99,12 @@ class SlabCopier:
         )
 
 
+def finish_payload(payload: memoryview, action: FailpointAction | None) -> tuple[memoryview, int]:
+    """A payload as it is sent, and its checksum. `corrupt` changes it after that was taken."""
+    checksum = xxhash.xxh3_64_intdigest(payload)
+    return (flip_first_bit(payload) if action is FailpointAction.CORRUPT else payload), checksum
+
+
 def flip_first_bit(data: memoryview) -> memoryview:
     """A copy with one bit of its first byte changed, for the `corrupt` failpoint."""
     copy = bytearray(data)

@@ -15,7 +15,8 @@ MIB = 1 << 20
 class TransferSettings:
     """Settings of one plane. Times are in seconds, sizes in bytes."""
 
-    transport: str = "auto"  # auto: shm on the same host, else zmq; or shm, zmq, grpc, memory
+    # auto: cuda_ipc or shm on the same host, else zmq; or cuda_ipc, shm, zmq, grpc, memory
+    transport: str = "auto"
     listen: str = "127.0.0.1:0"  # where decode's transfer socket binds; port 0 is an ephemeral one
     insecure: bool = False  # may listen beyond loopback without a cluster token
     advertise: str = ""  # HOST or HOST:PORT that writers dial, if it is not the one bound
@@ -28,6 +29,9 @@ class TransferSettings:
     # Per message. Each message costs Python time, for which the thread that computes waits; longer
     # ones overlap less of writing with landing. `baton bench plane`: 4 MiB cost half of 1 MiB.
     max_payload_bytes: int = 4 * MIB
+    # The credit and the size of a message where a device writes: it needs large copies, and nothing is buffered.
+    device_credit_bytes: int = 512 * MIB
+    device_payload_bytes: int = 32 * MIB
     layers_per_message: int = 0  # 0: as many layers as are ready and fit
     max_queued_messages: int = 64  # per link and direction, of zmq and grpc
     link_timeout: float = 5.0  # for a handshake, and for TCP's acknowledgement

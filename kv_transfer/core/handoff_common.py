@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+CUDA_IPC = "cuda_ipc"  # the transport whose writers are devices; see kv_transfer/device
 NEVER = float("inf")  # a deadline that does not come
 
 
@@ -23,4 +24,4 @@ class ArenaShape:
 
 def is_one_sided(transport: str) -> bool:
     """Whether a writer copies slabs into decode's mapped arena, instead of sending them."""
-    return transport == "shm"
+    return transport in ("shm", CUDA_IPC)

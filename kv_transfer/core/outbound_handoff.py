@@ -71,6 +71,7 @@ class OutboundHandoff:
     num_blocks: int  # logical blocks of the whole context
     settings: SendSettings
     host_id: str = ""
+    writer_process: str = ""  # by which the end of a device's writes is proven
     state: OutboundState = OutboundState.UNTICKETED
     ticket: Ticket | None = None
     lock: WriterLock = field(default_factory=NoLock)
@@ -98,15 +99,12 @@ class OutboundHandoff:
 
     @property
     def deadline(self) -> float:
-        return (
-            min(self.next_renewal_at, self._answer_deadline)
-            if self.state in _OPEN_STATES
-            else NEVER
-        )
+        deadline = min(self.next_renewal_at, self._answer_deadline)
+        return deadline if self.state in _OPEN_STATES else NEVER
 
     @property
     def _answer_deadline(self) -> float:
-        waiting = self.state is OutboundState.SEALED or self.unacked_bytes > 0
+        waiting = self.state is OutboundState.SEALED or self.unacked_bytes or not self.window_bytes
         return self.last_progress_at + self.settings.answer_timeout if waiting else NEVER
 
     def is_answer_overdue(self, now: float) -> bool:
@@ -147,7 +145,7 @@ class OutboundHandoff:
         return []
 
     def set_ticket(self, ticket: Ticket, lock: WriterLock, now: float) -> list[OutboundOutput]:
-        """Accept the ticket: the destination is known, and queued slabs may be sent."""
+        """Accept the ticket: queued slabs may be sent. A device waits for decode's first Credit."""
         if self.state is not OutboundState.UNTICKETED:
             return [IgnoredInput("ticket")]
         if (
@@ -163,6 +161,7 @@ class OutboundHandoff:
             )
         self.state = OutboundState.STREAMING
         self.ticket, self.lock = ticket, lock
+        self.window_bytes = self.settings.initial_window_bytes
         self.send_queue = tuple(
             piece for ready in self.send_queue for piece in self._clip_to_missing(ready)
         )
@@ -175,6 +174,7 @@ class OutboundHandoff:
             slab_bytes=self.shape.slab_bytes,
             window_bytes=self.settings.window_bytes,
             host_id=self.host_id,
+            writer_process=self.writer_process,
         )
         return [open_frame, *self._seal_if_all_written(now)]
 
@@ -202,7 +202,7 @@ class OutboundHandoff:
         """Take the next slabs to read and send, if some are ready and there is credit.
 
         `finish_write` or `fail_write` must follow."""
-        if self.state is not OutboundState.STREAMING or not self.send_queue:
+        if self.state is not OutboundState.STREAMING or not (self.send_queue and self.window_bytes):
             return None, []
         slab = self.shape.slab_bytes
         room = min(self.settings.max_payload_bytes, self.window_bytes - self.unacked_bytes)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from baton.types import BlockIndex
+from kv_transfer.core.frames import INITIAL_WINDOW_BYTES
 from kv_transfer.core.slabs import SlabRange
 
 
@@ -14,6 +15,7 @@ class SendSettings:
     layers_per_message: int  # 0: as many layers as are ready and fit
     window_bytes: int  # asked for as credit: may be sent and not yet landed
     renew_interval: float  # seconds between two Renew frames
+    initial_window_bytes: int = INITIAL_WINDOW_BYTES  # before decode's first Credit
     answer_timeout: float  # seconds without an answer after which the hand-off aborts
 
 

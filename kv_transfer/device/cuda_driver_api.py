@@ -12,7 +12,6 @@ HANDLE_BYTES = 64  # of cudaIpcMemHandle_t
 UVM_FILE = "/dev/nvidia-uvm"
 _LIBRARY = "libcuda.so.1"
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _NON_BLOCKING_STREAM = 1
 
 
@@ -33,84 +32,58 @@ class CudaDriver:
             self._library = ctypes.CDLL(_LIBRARY)
         except OSError as error:
             raise CudaError(f"{_LIBRARY}: {error}") from None
-        self._call("cuInit", c_uint(0))
+        self.call_driver("cuInit", c_uint(0))
         self._device = c_int()
-        self._call("cuDeviceGet", byref(self._device), c_int(index))
+        self.call_driver("cuDeviceGet", byref(self._device), c_int(index))
         self._context = c_void_p()
-        self._call("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
+        self.call_driver("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
         self.make_current()
 
     def make_current(self) -> None:
         """Let calls of this thread use the device."""
-        self._call("cuCtxSetCurrent", self._context)
+        self.call_driver("cuCtxSetCurrent", self._context)
 
     def device_uuid(self) -> str:
         uuid = (c_char * 16)()
-        self._call("cuDeviceGetUuid_v2", byref(uuid), self._device)
+        self.call_driver("cuDeviceGetUuid_v2", byref(uuid), self._device)
         return bytes(uuid).hex()
+
+    def count_devices(self) -> int:
+        count = c_int()
+        self.call_driver("cuDeviceGetCount", byref(count))
+        return count.value
 
     def can_access(self, uuid: str) -> bool:
         """Whether kernels of this device may write to the memory of the device with that id."""
         if uuid == self.device_uuid():
             return True
-        count = c_int()
-        self._call("cuDeviceGetCount", byref(count))
-        for index in range(count.value):
+        for index in range(self.count_devices()):
             other, allowed, other_uuid = c_int(), c_int(), (c_char * 16)()
-            self._call("cuDeviceGet", byref(other), c_int(index))
-            self._call("cuDeviceGetUuid_v2", byref(other_uuid), other)
+            self.call_driver("cuDeviceGet", byref(other), c_int(index))
+            self.call_driver("cuDeviceGetUuid_v2", byref(other_uuid), other)
             if bytes(other_uuid).hex() == uuid:
-                self._call("cuDeviceCanAccessPeer", byref(allowed), self._device, other)
+                self.call_driver("cuDeviceCanAccessPeer", byref(allowed), self._device, other)
                 return bool(allowed.value)
         return False
 
-    # memory
-
-    def allocate(self, size: int) -> int:
-        pointer = c_void_p()
-        self._call("cuMemAlloc_v2", byref(pointer), c_size_t(size))
-        return _address(pointer)
-
-    def free(self, address: int) -> None:
-        self._call("cuMemFree_v2", c_void_p(address))
-
-    def clear(self, address: int, size: int) -> None:
-        self._call("cuMemsetD8_v2", c_void_p(address), ctypes.c_ubyte(0), c_size_t(size))
-
-    def read(self, address: int, size: int) -> bytes:
-        """The bytes of device memory, by a copy that waits for itself alone."""
-        buffer = ctypes.create_string_buffer(size)
-        self._call("cuMemcpyDtoH_v2", buffer, c_void_p(address), c_size_t(size))
-        return buffer.raw
-
-    def copy(self, target: int, source: int, size: int, stream: int = 0) -> None:
-        """Queue a copy within device memory."""
-        self._call(
-            "cuMemcpyDtoDAsync_v2",
-            c_void_p(target),
-            c_void_p(source),
-            c_size_t(size),
-            c_void_p(stream),
-        )
+    # memory, own and of other processes
 
     def find_allocation(self, address: int) -> tuple[int, int]:
         """Start and size of the allocation that an address lies in."""
         start, size = c_void_p(), c_size_t()
-        self._call("cuMemGetAddressRange_v2", byref(start), byref(size), c_void_p(address))
+        self.call_driver("cuMemGetAddressRange_v2", byref(start), byref(size), c_void_p(address))
         return _address(start), size.value
-
-    # memory of other processes
 
     def export_memory(self, start: int) -> bytes:
         """The handle by which other processes of this host open an allocation."""
         handle = _IpcHandle()
-        self._call("cuIpcGetMemHandle", byref(handle), c_void_p(start))
+        self.call_driver("cuIpcGetMemHandle", byref(handle), c_void_p(start))
         return ctypes.string_at(byref(handle), HANDLE_BYTES)
 
     def open_memory(self, handle: bytes) -> int:
         """Map an allocation of another process; returns its address here."""
         pointer = c_void_p()
-        self._call(
+        self.call_driver(
             "cuIpcOpenMemHandle_v2",
             byref(pointer),
             _IpcHandle.from_buffer_copy(handle),
@@ -120,26 +93,62 @@ class CudaDriver:
 
     def close_memory(self, address: int) -> None:
         """Unmap an allocation of another process. Nothing may be writing to it."""
-        self._call("cuIpcCloseMemHandle", c_void_p(address))
+        self.call_driver("cuIpcCloseMemHandle", c_void_p(address))
 
-    # kernels
+    def call_driver(self, name: str, *arguments: object) -> None:
+        """Raises CudaError."""
+        code = int(getattr(self._library, name)(*arguments))
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorName(c_int(code), byref(text))
+            raise CudaError(f"{name}: {(text.value or b'').decode() or code}")
+
+
+class CudaWorkDriver(CudaDriver):
+    """A driver with memory, streams and kernels of its own, without torch."""
+
+    def allocate(self, size: int) -> int:
+        pointer = c_void_p()
+        self.call_driver("cuMemAlloc_v2", byref(pointer), c_size_t(size))
+        return _address(pointer)
+
+    def free(self, address: int) -> None:
+        self.call_driver("cuMemFree_v2", c_void_p(address))
+
+    def clear(self, address: int, size: int) -> None:
+        self.call_driver("cuMemsetD8_v2", c_void_p(address), ctypes.c_ubyte(0), c_size_t(size))
+
+    def read(self, address: int, size: int) -> bytes:
+        """The bytes of device memory, by a copy that waits for itself alone."""
+        buffer = ctypes.create_string_buffer(size)
+        self.call_driver("cuMemcpyDtoH_v2", buffer, c_void_p(address), c_size_t(size))
+        return buffer.raw
+
+    def copy(self, target: int, source: int, size: int, stream: int = 0) -> None:
+        """Queue a copy within device memory."""
+        self.call_driver(
+            "cuMemcpyDtoDAsync_v2",
+            c_void_p(target),
+            c_void_p(source),
+            c_size_t(size),
+            c_void_p(stream),
+        )
 
     def make_stream(self) -> int:
         stream = c_void_p()
-        self._call("cuStreamCreate", byref(stream), c_uint(_NON_BLOCKING_STREAM))
+        self.call_driver("cuStreamCreate", byref(stream), c_uint(_NON_BLOCKING_STREAM))
         return _address(stream)
 
-    def is_idle(self, stream: int) -> bool:
-        return self._call("cuStreamQuery", c_void_p(stream), allowed=_NOT_READY) == 0
-
     def synchronize(self, stream: int) -> None:
-        self._call("cuStreamSynchronize", c_void_p(stream))
+        self.call_driver("cuStreamSynchronize", c_void_p(stream))
 
     def load_kernel(self, ptx: str, name: str) -> int:
         """Compile a module for this device and return its kernel."""
         module, kernel = c_void_p(), c_void_p()
-        self._call("cuModuleLoadData", byref(module), ctypes.c_char_p(ptx.encode()))
-        self._call("cuModuleGetFunction", byref(kernel), module, ctypes.c_char_p(name.encode()))
+        self.call_driver("cuModuleLoadData", byref(module), ptx.encode())
+        self.call_driver(
+            "cuModuleGetFunction", byref(kernel), module, ctypes.c_char_p(name.encode())
+        )
         return _address(kernel)
 
     def launch(
@@ -149,7 +158,7 @@ class CudaDriver:
         values = [ctypes.c_uint64(argument) for argument in arguments]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         one, none = c_uint(1), c_uint(0)
-        self._call(
+        self.call_driver(
             "cuLaunchKernel",
             c_void_p(kernel),
             *(c_uint(blocks), one, one, one, one, one),
@@ -158,14 +167,6 @@ class CudaDriver:
             pointers,
             None,
         )
-
-    def _call(self, name: str, *arguments: object, allowed: int = 0) -> int:
-        code = int(getattr(self._library, name)(*arguments))
-        if code and code != allowed:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorName(c_int(code), byref(text))
-            raise CudaError(f"{name}: {(text.value or b'').decode() or code}")
-        return code
 
 
 def _address(pointer: c_void_p) -> int:

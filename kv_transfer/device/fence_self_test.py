@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from baton.errors import UnmappableSegment
-from kv_transfer.device.cuda_driver_api import UVM_FILE, CudaDriver, CudaError
+from kv_transfer.device.cuda_driver_api import UVM_FILE, CudaError, CudaWorkDriver
 from kv_transfer.device.writer_process import WriterProof
 
 _REGION_BYTES = 1 << 16
@@ -44,11 +44,18 @@ class SlowWriter:
     """A process that writes into a region of this process's device memory."""
 
     def __init__(
-        self, driver: CudaDriver, folder: Path, mode: str, region_bytes: int = _REGION_BYTES
+        self,
+        driver: CudaWorkDriver,
+        folder: Path,
+        mode: str,
+        region_bytes: int = _REGION_BYTES,
+        device: int = 0,
     ) -> None:
+        """`device`: index of the GPU that writes."""
         self._driver = driver
         self._folder = folder
         self._size = region_bytes
+        self._name = ""  # of its file, which nobody else removes after a kill
         self.region = driver.allocate(region_bytes)
         driver.clear(self.region, region_bytes)
         self.process = subprocess.Popen(
@@ -57,7 +64,7 @@ class SlowWriter:
                 "-m",
                 "kv_transfer.device.slow_writer",
                 str(folder),
-                "0",
+                str(device),
                 mode,
                 str(_WRITE_SECONDS),
             ],
@@ -70,8 +77,8 @@ class SlowWriter:
 
     def wait_until_ready(self) -> WriterProof:
         """Wait until the process has opened its device. Raises FenceFailed, UnmappableSegment."""
-        name = self._read_line()
-        return WriterProof(self._folder, name, Path(UVM_FILE))
+        self._name = self._read_line()
+        return WriterProof(self._folder, self._name, Path(UVM_FILE))
 
     def start_writing(self, fence: Path | None = None, byte: int = 0) -> None:
         """Let the process write, under a byte of a fence file if one is given.
@@ -111,6 +118,8 @@ class SlowWriter:
     ) -> None:
         self.process.kill()
         self.process.communicate()
+        if self._name:
+            (self._folder / self._name).unlink(missing_ok=True)
         if error is None:  # otherwise it may be written still
             self._driver.free(self.region)
 
@@ -145,8 +154,8 @@ def kill_and_watch(
 def check_fence(device_index: int, folder: Path) -> FenceTrial:
     """Kill a slow writer and compare. Raises FenceFailed if the rule does not hold here."""
     try:
-        driver = CudaDriver(device_index)
-        with SlowWriter(driver, folder, "running") as writer:
+        driver = CudaWorkDriver(device_index)
+        with SlowWriter(driver, folder, "running", device=device_index) as writer:
             proof = writer.wait_until_ready()
             writer.start_writing()
             before = writer.read_region()

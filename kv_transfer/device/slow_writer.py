@@ -19,13 +19,13 @@ import time
 from pathlib import Path
 
 from baton.shared_memory.fence import lock_for_device_writes
-from kv_transfer.device.cuda_driver_api import UVM_FILE, CudaDriver
-from kv_transfer.device.writer_process import WriterProcess
+from kv_transfer.device.cuda_driver_api import UVM_FILE, CudaWorkDriver
+from kv_transfer.device.writer_process import ProvableWriter
 
 MODES = ("running", "full", "queued", "copies", "forked")
 _SPIN_SECONDS = 2.0
 _CHILD_SECONDS = 0.3
-_COPIES_AHEAD = 8
+_COPIES_AHEAD = 1000  # of each pattern: tens of milliseconds of work
 _FULL_BLOCKS = 256
 # write_words(target, words, nanoseconds, pause): words of all blocks, each a count of its own.
 _PTX = """
@@ -72,8 +72,8 @@ TIME:
 
 
 def main(folder: str, device: str, mode: str, seconds: str) -> None:
-    writer = WriterProcess(Path(folder))  # before the driver opens its files
-    driver = CudaDriver(int(device))
+    writer = ProvableWriter(Path(folder))  # before the driver opens its files
+    driver = CudaWorkDriver(int(device))
     writer.publish(f"cuda {driver.device_uuid()}", Path(UVM_FILE))
     kernel = driver.load_kernel(_PTX, "write_words")
     stream = driver.make_stream()
@@ -100,7 +100,7 @@ def main(folder: str, device: str, mode: str, seconds: str) -> None:
 
 
 def _copy_endlessly(
-    driver: CudaDriver, stream: int, target: int, size: int, seconds: float
+    driver: CudaWorkDriver, stream: int, target: int, size: int, seconds: float
 ) -> None:
     """Copy two different patterns in turn, so that each copy changes the memory."""
     sources = [driver.allocate(size) for _ in range(2)]

@@ -11,7 +11,7 @@ hold:
 - a lock on the driver's own file, on a descriptor that the driver itself has opened, which forked
   children inherit.
 
-`WriterProcess` is the writer's end, `WriterProof` that of the owner of the memory.
+`ProvableWriter` is the writer's end, `WriterProof` that of the owner of the memory.
 """
 
 import fcntl
@@ -26,8 +26,20 @@ from baton.shared_memory.byte_locks import try_lock_byte, unlock_byte
 from baton.shared_memory.segment import WRITER_NAME, create_writer_file
 
 _MAX_RECORD_BYTES = 4096
+_SCHEME = "device://"
 _ALIVE_BYTE = 0  # of the writer's file
 NO_DRIVER_FILE = Path("/dev/null")  # a device without one
+
+
+def name_writer(name: str) -> str:
+    """The endpoint of a node whose device writes to peers; empty without a name."""
+    return f"{_SCHEME}{name}" if name else ""
+
+
+def parse_writer(endpoint: str) -> str:
+    """The name in such an endpoint; empty for any other."""
+    name = endpoint.removeprefix(_SCHEME)
+    return name if name != endpoint and WRITER_NAME.fullmatch(name) else ""
 
 
 class WriterRecord(msgspec.Struct, frozen=True):
@@ -43,7 +55,7 @@ class UnprovableEnd(Exception):
     """The end of this process's device work could not be proven. The message says why."""
 
 
-class WriterProcess:
+class ProvableWriter:
     """This process as a writer. Created before the device's driver is initialized."""
 
     def __init__(self, folder: Path) -> None:

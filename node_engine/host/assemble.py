@@ -13,7 +13,9 @@ any of them.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,19 +33,15 @@ from baton.process.entry import run_process
 from baton.process.startup import STARTUP
 from baton.shared_memory import segment as segments
 from baton.structured_output.tokenizer_file import find_tokenizer_file
-from baton.types import BlockIndex, NodeName, Role, mint_id
-from decode_node.decode_role import DecodeRole
+from baton.types import NodeName, Role, mint_id
 from decode_node.default_limits import DECODE_LIMITS
+from decode_node.role_factory import make_decode_role
 from kv_pool.client.factory import make_pool_client
-from kv_transfer.factory import make_inbound_plane, make_outbound_plane
-from node_engine.core.blocks.block_pool import BlockPool
+from kv_transfer.device.device_memory import TransferDevice
+from kv_transfer.device.open_device import open_device, open_writer
 from node_engine.core.node_commands import NodeCommand
-from node_engine.core.scheduling.capacity import SchedulerLimits
-from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
-from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.scheduling.step_limits import DeviceType, StepLimits, resolve_step_limits
-from node_engine.core.scheduling.step_measurement import MeasuredStep
 from node_engine.core.step.engine import Engine
 from node_engine.host.command_stages import CommandStages
 from node_engine.host.compute_thread import (
@@ -54,6 +52,7 @@ from node_engine.host.compute_thread import (
     SwitchableRole,
 )
 from node_engine.host.device_monitor import DeviceMonitor
+from node_engine.host.draft_model import build_drafter, check_draft_settings
 from node_engine.host.engine_factory import (
     build_engine,
     node_failed_at_device_loss,
@@ -63,13 +62,14 @@ from node_engine.host.engine_measurement import choose_measured_limits, measure_
 from node_engine.host.host_arena import HostArena, create_host_arena, require_cache_memory
 from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.node_runtime import NodeRuntime, call_on_loop
+from node_engine.host.scheduler_factory import make_scheduler
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
-from node_engine.roles.role_policy import RoleContext, RolePolicy
+from node_engine.roles.role_policy import RoleContext
 from node_engine.shared_pool.pool_client import SharedPoolClient
 from node_engine.shared_pool.pool_connector import PoolConnector, PoolLookups
 from node_engine.structured_output.constrained_orders import ConstrainedOrders
 from prefill_node.default_limits import PREFILL_LIMITS
-from prefill_node.prefill_role import PrefillRole
+from prefill_node.role_factory import make_prefill_role
 
 if TYPE_CHECKING:  # llguidance is imported only if a model with a tokenizer is served
     from node_engine.structured_output.constraint_factory import ConstraintFactory
@@ -103,43 +103,45 @@ async def run_node(
     name = NodeName(config.name or f"{role.value}-{mint_id(32)}")
     log.configure_logging(config.log_level, config.log_format, node=name)
     segments.remove_stale_segments(Path(config.segment_dir))
-    device = await asyncio.to_thread(resolve_device_type, config)
-    STARTUP.end_phase("engine_imports")
-    limits = choose_step_limits(config, role, device)
-    require_cache_memory(config, device)  # fail before a model is loaded
-    engine = await asyncio.to_thread(build_engine, config, device, limits)
-    STARTUP.end_phase("model")
-    constraints = make_constraint_factory(config, engine)
-    config = await with_advertised_address(config, stop)
-    if stop.is_set():
-        return
-    arena = await asyncio.to_thread(create_arena, config, device, limits, engine)
-    STARTUP.end_phase("arena")
-    try:
+    with ExitStack() as opened:
+        writer = open_writer(config, opened)  # before torch opens files of the GPU
+        device = await asyncio.to_thread(resolve_device_type, config)
+        STARTUP.end_phase("engine_imports")
+        limits = choose_step_limits(config, role, device)
+        require_cache_memory(config, device)  # fail before a model is loaded
+        engine = await asyncio.to_thread(build_engine, config, device, limits)
+        STARTUP.end_phase("model")
+        constraints = make_constraint_factory(config, engine)
+        config = await with_advertised_address(config, stop)
+        if stop.is_set():
+            return
+        arena = await asyncio.to_thread(create_arena, config, device, limits, engine)
+        opened.callback(arena.close)
+        STARTUP.end_phase("arena")
         await asyncio.to_thread(warm_up_engine, engine, arena, limits.max_batched_tokens, stop)
         STARTUP.end_phase("warm_up")
         if stop.is_set():
             return
         measured = await asyncio.to_thread(measure_engine, engine, arena.num_blocks, limits, device)
         limits = choose_measured_limits(config, limits, measured)
+        drafter = await asyncio.to_thread(build_drafter, config, role, limits, engine, arena)
         files = await asyncio.to_thread(load_model_files, config)
-        factories = role_factories or ROLE_FACTORIES
+        transfer = await asyncio.to_thread(open_device, config, engine, arena, writer, opened)
+        factories = role_factories or make_role_factories(transfer)
+        scheduler = make_scheduler(config, limits, measured, engine, arena, drafter)
         node = assemble_node(
-            config, limits, measured, role, name, engine, arena, constraints, files, factories
+            config, role, name, engine, arena, scheduler, constraints, files, factories
         )
         await node.run(stop)
-    finally:
-        arena.close()
 
 
 def assemble_node(
     config: NodeConfig,
-    limits: StepLimits,
-    measured: Sequence[MeasuredStep],
     role: Role,
     name: NodeName,
     engine: Engine,
     arena: HostArena,
+    scheduler: Scheduler,
     constraints: "ConstraintFactory | None",
     model_files: ModelFileDigests,
     role_factories: Mapping[Role, RoleFactory],
@@ -153,7 +155,6 @@ def assemble_node(
         name,
         lambda *report: call_on_loop(loop, link.send, *report),  # `link` is made last
     )
-    scheduler = make_scheduler(config, limits, measured, engine, arena)
     context = make_role_context(
         config, host_id, engine, arena, scheduler, pool_client, reporter, inbox
     )
@@ -261,56 +262,12 @@ def make_command_stages(
     return CommandStages(lookups, constrained, submit)
 
 
-def make_scheduler(
-    config: NodeConfig,
-    limits: StepLimits,
-    measured: Sequence[MeasuredStep],
-    engine: Engine,
-    arena: HostArena,
-) -> Scheduler:
-    """`measured`: steps from which the scheduler learns what steps take here."""
-    scheduler = Scheduler(
-        BlockPool(
-            arena.num_blocks,
-            engine.layout.block_size,
-            monotonic_clock,
-            arena.memory.back_blocks,
-        ),
-        SchedulerLimits(
-            limits.max_num_seqs,
-            limits.max_batched_tokens,
-            engine.max_model_len,
-            engine.cache_limits.lookahead_tokens,
-            limits.max_draft_tokens,
-        ),
-        engine.eos_token_ids,
-        PREEMPTION_POLICIES[config.preemption](),
-        copy_pool_blocks=make_pool_block_copier(engine, arena),
-    )
-    scheduler.prefill_budget.max_step_seconds = limits.max_step_seconds
-    for step in measured:
-        scheduler.prefill_budget.observe_step(*step)
-    return scheduler
-
-
-def make_pool_block_copier(engine: Engine, arena: HostArena) -> CopyBlocks | None:
-    """What copies blocks of the shared pool into own ones; None if they are read in place."""
-    copy_blocks = arena.pool_block_copier
-    if copy_blocks is None:
-        return None
-
-    def copy_and_load(copies: Sequence[tuple[BlockIndex, BlockIndex]]) -> None:
-        copy_blocks(copies)
-        engine.load_blocks([target for _, target in copies])
-
-    return copy_and_load
-
-
 def choose_step_limits(config: NodeConfig, role: Role, device: DeviceType) -> StepLimits:
     """How much the node computes at once: see prefill_node and decode_node, default_limits.py.
 
-    Raises ConfigError for limits that do not fit together, and for speculation on a GPU.
+    Raises ConfigError for limits that do not fit together, and for speculation that cannot be.
     """
+    check_draft_settings(config)
     if device == "cuda" and config.speculative != "none":
         raise ConfigError(
             f"--speculative {config.speculative} is for CPUs, and this node computes on a GPU:"
@@ -369,20 +326,15 @@ def connect_pool_client(
     return make_pool_client(arena.pool_space.build_client_context(config, name, host_id, engine))
 
 
-def make_prefill_role(context: RoleContext) -> RolePolicy:
-    """Raises ConfigError if the transfer plane cannot be built."""
-    return PrefillRole(context, make_outbound_plane(context))
+def make_role_factories(device: TransferDevice | None) -> Mapping[Role, RoleFactory]:
+    """What makes the roles of a node with this device."""
+    return {
+        Role.PREFILL: partial(make_prefill_role, device=device),
+        Role.DECODE: partial(make_decode_role, device=device),
+    }
 
 
-def make_decode_role(context: RoleContext) -> RolePolicy:
-    """Raises ConfigError if the transfer plane cannot be built."""
-    return DecodeRole(context, make_inbound_plane(context))
-
-
-ROLE_FACTORIES: Mapping[Role, Callable[[RoleContext], RolePolicy]] = {
-    Role.PREFILL: make_prefill_role,
-    Role.DECODE: make_decode_role,
-}
+ROLE_FACTORIES = make_role_factories(None)
 
 
 def _check_ports(config: NodeConfig) -> None:

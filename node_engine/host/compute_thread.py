@@ -233,11 +233,12 @@ class ComputeThread:
     def _run_step(self, batch: StepBatch) -> None:
         assert self._role is not None
         started = self._clock()
+        drafting_seconds = self._context.scheduler.speculator.drafting_seconds
         try:
             with failpoint("decode.step") if FAILPOINTS.armed else nullcontext():
                 results = self._context.engine.run(batch, self._role.before_step(batch))
         except (BatonError, RuntimeError) as error:
-            self._charge_device_time(batch, self._clock() - started)
+            self._charge_device_time(batch, self._clock() - started + drafting_seconds)
             self.work_meter.pause()
             self._log.error("engine step failed", **log.get_error_fields(error))
             self._role.on_step_failed(batch, error)
@@ -246,7 +247,7 @@ class ComputeThread:
         seconds = ended - started
         computed = batch.without_deferred(results)
         self.work_meter.add_step(computed, started, ended)
-        self._charge_device_time(computed, seconds)
+        self._charge_device_time(computed, seconds + drafting_seconds)
         tokens = computed.num_tokens
         if tokens - computed.num_draft_tokens > len(computed.slices):
             self._context.pool_connector.copy_cost_model.observe_prefill(tokens, seconds)
@@ -254,7 +255,7 @@ class ComputeThread:
         self._context.scheduler.speculator.observe_step(computed, seconds)
         outcomes = self._context.scheduler.update_from_results(batch, results)
         self.decode_step_totals = self.decode_step_totals.with_step(
-            computed, seconds, count_accepted_drafts(outcomes)
+            computed, seconds + drafting_seconds, count_accepted_drafts(outcomes)
         )
         self._role.after_step(computed, outcomes, seconds)
 

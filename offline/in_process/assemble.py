@@ -38,6 +38,7 @@ from decode_node.decode_role import DecodeRole
 from node_engine.core.node_commands import NodeCommand
 from node_engine.core.scheduling.step_limits import StepLimits
 from node_engine.core.scheduling.step_measurement import MeasuredStep
+from node_engine.core.speculation.model_drafter import ModelDrafter
 from node_engine.core.step.engine import Engine
 from node_engine.host.assemble import (
     choose_step_limits,
@@ -45,7 +46,6 @@ from node_engine.host.assemble import (
     make_command_stages,
     make_constraint_factory,
     make_role_context,
-    make_scheduler,
     warm_up_engine,
 )
 from node_engine.host.compute_thread import (
@@ -55,10 +55,12 @@ from node_engine.host.compute_thread import (
     SwitchableRole,
 )
 from node_engine.host.device_monitor import DeviceMonitor
+from node_engine.host.draft_model import build_drafter
 from node_engine.host.engine_factory import build_engine, resolve_device_type
 from node_engine.host.engine_measurement import choose_measured_limits, measure_engine
 from node_engine.host.host_arena import HostArena, require_cache_memory
 from node_engine.host.node_link_member import NodeLinkMember
+from node_engine.host.scheduler_factory import make_scheduler
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from offline.in_process.in_process_server import InProcessServer
 from offline.in_process.local_link import LocalLink
@@ -80,6 +82,7 @@ class WarmEngine:
     arena: HostArena
     limits: StepLimits
     measured_steps: Sequence[MeasuredStep]
+    drafter: ModelDrafter | None
     constraints: "ConstraintFactory | None"  # None: the model has no tokenizer
 
     def close(self) -> None:
@@ -108,8 +111,9 @@ def load_engine(config: NodeConfig) -> WarmEngine:
         warm_up_engine(engine, arena, limits.max_batched_tokens, asyncio.Event())
         measured = measure_engine(engine, arena.num_blocks, limits, device)
         limits = choose_measured_limits(config, limits, measured)
+        drafter = build_drafter(config, Role.DECODE, limits, engine, arena)
         undo.pop_all()
-    return WarmEngine(config, engine, arena, limits, measured, constraints)
+    return WarmEngine(config, engine, arena, limits, measured, drafter, constraints)
 
 
 async def start_server(loaded: WarmEngine, requests: CoordinatorConfig) -> InProcessServer:
@@ -151,7 +155,9 @@ def _join_node(loaded: WarmEngine, dispatcher: Dispatcher, server: InProcessServ
     inbox: ComputeInbox[NodeCommand | object] = ComputeInbox()
     link = LocalLink(dispatcher, asyncio.get_running_loop(), server.on_scheduling_failed)
     reporter = CoordinatorReporter(_NAME, link.send_report)
-    scheduler = make_scheduler(config, loaded.limits, loaded.measured_steps, engine, arena)
+    scheduler = make_scheduler(
+        config, loaded.limits, loaded.measured_steps, engine, arena, loaded.drafter
+    )
     host_id = segments.compute_host_id(Path(config.segment_dir))
     context = make_role_context(config, host_id, engine, arena, scheduler, None, reporter, inbox)
     stages = make_command_stages(context, None, loaded.constraints, inbox)

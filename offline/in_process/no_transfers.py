@@ -12,7 +12,7 @@ class NoTransfers:
     def rejoin(self, incarnation: Incarnation) -> None:
         """There are no tickets to lose."""
 
-    def choose_transport(self, writer_host_id: str) -> str:
+    def choose_transport(self, writer_host_id: str, writer_endpoint: str | None = None) -> str:
         raise AssertionError("a node without peers has no KV writers")
 
     def allocate_fence_byte(self) -> int:

@@ -3,12 +3,15 @@
 wide    two prefill and two decode nodes; half of the KV transfers use shared memory, half TCP
 tight   one prefill node and prompts that fill the decode nodes' caches: refusals, evictions,
         preemption; KV transfers to one of the decode nodes use gRPC
+device  as wide, over cuda_ipc with host memory in place of a GPU's; half of the KV transfers read
+        that memory and use TCP
+gpu     as model, on an NVIDIA GPU over cuda_ipc: only by --chaos-stage
 model   a small real model instead of the paced engine
 """
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from tests.models import VOCAB_SIZE, build_model, find_stable_prompts, load_refe
 from tests.paced_reference import paced_reference_logprobs, paced_reference_tokens
 
 _PACED_VOCAB = 32000
-_SHARES = {"wide": 6, "tight": 2, "model": 2}  # of ten rounds
+_SHARES = {"wide": 4, "device": 2, "tight": 2, "model": 2}  # of ten rounds
 _FAMILIES = 4  # of prompts that begin alike
 
 
@@ -76,6 +79,11 @@ def _wide_stage(_: Path) -> ChaosStage:
     )
 
 
+def _device_stage(folder: Path) -> ChaosStage:
+    wide = _wide_stage(folder)
+    return replace(wide, settings=wide.settings | {"transport": "cuda_ipc", "device": "cpu"})
+
+
 def _tight_stage(_: Path) -> ChaosStage:
     lengths = (16, 33, 300, 511, 512, 640, 800, 960)
     settings = {
@@ -124,6 +132,12 @@ def _model_stage(folder: Path) -> ChaosStage:
     )
 
 
+def _gpu_stage(folder: Path) -> ChaosStage:
+    model = _model_stage(folder)
+    gpu = {"device": "cuda", "transport": "cuda_ipc", "prefill": 2, "decode": 1, "per_node": {}}
+    return replace(model, settings=model.settings | gpu)
+
+
 def _random_prompts(
     lengths: Sequence[int], vocab_size: int
 ) -> Callable[[random.Random], tuple[int, ...]]:
@@ -144,6 +158,8 @@ _DECODE_1_ON_ANOTHER_HOST = {
 _DECODE_1_OVER_GRPC = {"decode-1": {"transport": "grpc"}}
 _STAGES: dict[str, Callable[[Path], ChaosStage]] = {
     "wide": _wide_stage,
+    "device": _device_stage,
+    "gpu": _gpu_stage,
     "tight": _tight_stage,
     "model": _model_stage,
 }

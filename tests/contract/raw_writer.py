@@ -10,13 +10,15 @@ from baton.shared_memory.fence import WriterFences
 from baton.types import Ticket
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
+from kv_transfer.core.handoff_common import CUDA_IPC
 from kv_transfer.core.slabs import SlabRange, extend_manifest_digest
+from kv_transfer.device.host_memory import compute_checksum
 from kv_transfer.transports.grpc_writer_link import GrpcDialer
 from kv_transfer.transports.links import TransferDialer
 from kv_transfer.transports.memory_link import MemoryDialer
 from kv_transfer.transports.zmq_keys import derive_curve_keys
 from kv_transfer.transports.zmq_link import ZmqDialer
-from tests.contract.transfer_pair import TOKEN, TransferPair, wait_until
+from tests.contract.transfer_pair import ONE_SIDED, TOKEN, TransferPair, wait_until
 
 F = TypeVar("F", bound=frames.Frame)
 
@@ -48,7 +50,7 @@ class RawWriter:
         )
         self._link = self._dialer.dial(ticket.decode_peer.transfer_endpoint)
         self.fences = WriterFences(pair.folder, ticket.segment.name)
-        self.is_one_sided = ticket.transport == "shm"
+        self.is_one_sided = ticket.transport in ONE_SIDED
         self._manifest = (0, 0, 0)
 
     def __enter__(self) -> "RawWriter":
@@ -82,6 +84,10 @@ class RawWriter:
         return self._link.get_loss() is not None
 
     def send_open(self) -> None:
+        self.send_open_frame()
+        assert isinstance(self.receive_frame(), frames.CreditFrame)
+
+    def send_open_frame(self) -> None:
         layout = self.pair.layout
         self.send(
             frames.OpenFrame(
@@ -91,9 +97,9 @@ class RawWriter:
                 layout.slab_bytes,
                 1 << 20,
                 "elsewhere",
+                self.pair.writer_name,
             )
         )
-        assert isinstance(self.receive_frame(), frames.CreditFrame)
 
     def make_write_frame(self, slab_range: SlabRange) -> tuple[frames.WriteFrame, bytes]:
         """A correct Write and its payload. Logical block N is source block N."""
@@ -112,10 +118,15 @@ class RawWriter:
             first_kv_head=0,
             num_kv_heads=self.pair.layout.num_kv_heads,
             payload_bytes=len(payload),
-            checksum=xxhash.xxh3_64_intdigest(payload),
+            checksum=self._compute_checksum(payload, slab_range),
             is_inline=not self.is_one_sided,
         )
         return frame, payload
+
+    def _compute_checksum(self, payload: bytes, slab_range: SlabRange) -> int:
+        if self.ticket.transport == CUDA_IPC:
+            return compute_checksum(memoryview(payload), slab_range)
+        return xxhash.xxh3_64_intdigest(payload)
 
     def send_write(self, slab_range: SlabRange, **wrong: int | bool | str) -> None:
         """Send a Write, with some fields of its frame replaced by `wrong`."""

@@ -25,7 +25,13 @@ from kv_transfer.plane import (
     SealInfo,
 )
 from tests.contract.raw_writer import RawWriter
-from tests.contract.transfer_pair import BACKENDS, TransferPair, transfer_pair, wait_until
+from tests.contract.transfer_pair import (
+    BACKENDS,
+    ONE_SIDED,
+    TransferPair,
+    transfer_pair,
+    wait_until,
+)
 
 REASON = Cancelled("the client left")
 BLOCKS = [3, 4]
@@ -179,7 +185,7 @@ def _backend_and_state() -> list[tuple[str, InboundState]]:
         (backend, state)
         for backend in BACKENDS
         for state in InboundState
-        if backend == "shm" or state not in ONE_SIDED_ONLY
+        if backend in ONE_SIDED or state not in ONE_SIDED_ONLY
     ]
 
 
@@ -235,7 +241,13 @@ def test_every_frame_in_every_state(backend: str, state: InboundState, tmp_path:
             writer.send_seal()
             writer.send(
                 frames.OpenFrame(
-                    *writer.frame_ids, 1, pair.layout.num_layers, pair.layout.slab_bytes, 1, "x"
+                    *writer.frame_ids,
+                    frames.PROTOCOL_VERSION,
+                    pair.layout.num_layers,
+                    pair.layout.slab_bytes,
+                    window_bytes=1,
+                    host_id="x",
+                    writer_process=pair.writer_name,
                 )
             )
             writer.send(frames.AbortFrame(*writer.frame_ids, code="cancelled", message=""))

@@ -1,4 +1,7 @@
-"""A one-sided writer in a process of its own, stopped or killed in the middle of a write."""
+"""A one-sided writer in a process of its own, stopped or killed in the middle of a write.
+
+Over cuda_ipc the kernel releases the fence byte of a writer that dies in a write, and its blocks
+are free only with the proof that its process has ended."""
 
 import os
 import signal
@@ -17,6 +20,7 @@ from baton.types import Ticket
 from kv_transfer.plane import InboundFenced, InboundSealed
 from tests.contract.transfer_pair import (
     LAYOUT,
+    ONE_SIDED,
     POISON_BYTE,
     TransferPair,
     transfer_pair,
@@ -41,6 +45,7 @@ class WriterProcess:
                 str(pair.folder),
                 pair.writer_incarnation,
                 str(SEED),
+                pair.backend,
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -87,9 +92,10 @@ def writer_process(pair: TransferPair, failpoints: str = "") -> Iterator[WriterP
         writer.process.communicate()
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[TransferPair]:
-    with transfer_pair("shm", tmp_path) as opened:
+@pytest.fixture(params=ONE_SIDED)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TransferPair]:
+    """Over cuda_ipc, device memory is the host's: what a GPU does after a kill is not seen here."""
+    with transfer_pair(request.param, tmp_path) as opened:
         yield opened
         assert opened.decode_events.drain_unexpected() == []
 

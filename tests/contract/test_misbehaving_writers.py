@@ -166,7 +166,13 @@ def test_another_geometry_or_protocol_is_refused_by_name(
     ticket = pair.grant_ticket(pair.new_key(), BLOCKS)
     with RawWriter(pair, ticket) as writer:
         right = frames.OpenFrame(
-            *writer.frame_ids, 1, 3, pair.layout.slab_bytes, window_bytes=1, host_id=""
+            *writer.frame_ids,
+            frames.PROTOCOL_VERSION,
+            3,
+            pair.layout.slab_bytes,
+            window_bytes=1,
+            host_id="",
+            writer_process=pair.writer_name,
         )
         writer.send(msgspec.structs.replace(right, **wrong))
         pair.expect_lost(ticket, LayoutMismatch)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from baton.errors import PeerUnreachable
 from baton.types import BlockIndex, Incarnation
 from kv_transfer.plane import (
@@ -12,12 +14,13 @@ from kv_transfer.plane import (
     OutboundCommitted,
     SealInfo,
 )
-from tests.contract.transfer_pair import transfer_pair
+from tests.contract.transfer_pair import ONE_SIDED, transfer_pair
 
 
-def test_lost_peer_with_several_handoffs_in_one_arena(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ONE_SIDED)
+def test_lost_peer_with_several_handoffs_in_one_arena(backend: str, tmp_path: Path) -> None:
     """Its arena is unmapped when the last of them has ended, and can be mapped again."""
-    with transfer_pair("shm", tmp_path) as pair:
+    with transfer_pair(backend, tmp_path) as pair:
         keys = [pair.new_key() for _ in range(3)]
         for block, key in enumerate(keys):
             pair.outbound.open_handoff(key, 8)

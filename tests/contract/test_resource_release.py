@@ -11,8 +11,9 @@ import pytest
 
 from baton.errors import ChecksumMismatch, HandoffFailed, StaleMessage
 from baton.types import Incarnation
+from kv_transfer.kv_receiver import KVReceiver
+from kv_transfer.kv_sender import KVSender
 from kv_transfer.plane import SealInfo
-from kv_transfer.plane_threads import KVReceiver, KVSender
 from kv_transfer.sender_loop import SenderLoop
 from kv_transfer.transports.grpc_decode_link import GrpcDecodeLink
 from kv_transfer.transports.grpc_writer_link import GrpcDialer

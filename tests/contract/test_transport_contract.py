@@ -25,6 +25,7 @@ from kv_transfer.plane import (
 from tests.contract.transfer_pair import (
     FAST_SETTINGS,
     LAYOUT,
+    ONE_SIDED,
     SEAL_INFO,
     TransferPair,
     transfer_pair,
@@ -278,7 +279,7 @@ def test_decode_that_closes_ends_every_ticket_and_every_writer(pair: TransferPai
     late = pair.make_ticket(key, [4])
     pair.inbound.grant_ticket(late)
     event = pair.decode_events.expect_event(InboundLost)
-    assert (event.ticket_id, event.is_fenced) == (late.id, pair.backend != "shm")
+    assert (event.ticket_id, event.is_fenced) == (late.id, pair.backend not in ONE_SIDED)
 
 
 def test_dialling_a_closed_endpoint_aborts(pair: TransferPair) -> None:

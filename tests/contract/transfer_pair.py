@@ -34,6 +34,7 @@ from baton.types import (
     mint_id,
 )
 from kv_transfer.common.settings import TransferSettings
+from kv_transfer.core.handoff_common import CUDA_IPC
 from kv_transfer.factory import build_kv_receiver, build_kv_sender
 from kv_transfer.plane import (
     InboundFenced,
@@ -47,10 +48,12 @@ from kv_transfer.plane import (
     OutboundPlane,
     SealInfo,
 )
+from tests.contract.device_pair import DevicePairFactory, make_host_pair
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 TOKEN = "the cluster's token"
-BACKENDS = ("memory", "shm", "zmq", "grpc")
+BACKENDS = ("memory", "shm", "zmq", "grpc", "cuda_ipc")
+ONE_SIDED = ("shm", "cuda_ipc")
 FAST_SETTINGS = TransferSettings(
     ticket_ttl=5.0,
     progress_timeout=5.0,
@@ -64,6 +67,16 @@ SEAL_INFO = SealInfo((17,), TokenLogprobs(-0.5, ((17, -0.5), (3, -1.25))))
 _SKIPPED_EVENTS = (LayerLanded, InboundStarted)
 
 E = TypeVar("E")
+
+
+@dataclass
+class DevicePairs:
+    """Makes the devices of pairs over cuda_ipc; tests on a GPU replace `make`."""
+
+    make: DevicePairFactory = make_host_pair
+
+
+DEVICE_PAIRS = DevicePairs()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -114,6 +127,7 @@ class TransferPair:
     decode_address: PeerAddress
     writer_incarnation: Incarnation
     segment: SegmentRef
+    writer_name: str  # of the process that holds `outbound`, if a device writes for it
 
     def new_key(self, attempt: int = 0) -> AttemptKey:
         return AttemptKey(RequestId(mint_id()), attempt, 0)
@@ -217,6 +231,7 @@ def transfer_pair(
     blocks: int = 32,
     layout: KVLayout = LAYOUT,
     failpoints: str = "",
+    make_devices: DevicePairFactory | None = None,
 ) -> Iterator[TransferPair]:
     """Both planes over `backend`. `outbound_*` are given where the writer's value differs."""
     settings = replace(settings, transport=backend, segment_folder=folder)
@@ -229,6 +244,9 @@ def transfer_pair(
     decode_events, prefill_events = EventQueue(), EventQueue()
     points = Failpoints(failpoints)
     decode, writer = Incarnation(mint_id(64)), Incarnation(mint_id(64))
+    make_devices = make_devices or DEVICE_PAIRS.make
+    is_by_device = backend == CUDA_IPC
+    devices = make_devices(layout, folder, arena, target, source) if is_by_device else None
     inbound = build_kv_receiver(
         arena=arena.view,
         layout=layout,
@@ -238,6 +256,7 @@ def transfer_pair(
         emit=decode_events.put,
         settings=settings,
         failpoints=points,
+        device=devices.decode if devices else None,
     )
     outbound = build_kv_sender(
         arena=source.data,
@@ -252,6 +271,7 @@ def transfer_pair(
             segment_folder=outbound_folder or folder,
         ),
         failpoints=points,
+        device=devices.prefill if devices else None,
     )
     shape = (-1, layout.num_layers, layout.slab_bytes)
     try:
@@ -264,13 +284,16 @@ def transfer_pair(
             outbound=outbound,
             decode_events=decode_events,
             prefill_events=prefill_events,
-            decode_arena=target.reshape(shape),
-            prefill_arena=source.reshape(shape),
+            decode_arena=devices.decode_arena if devices else target.reshape(shape),
+            prefill_arena=devices.prefill_arena if devices else source.reshape(shape),
             decode_address=PeerAddress(NodeName("decode-0"), decode, "host", inbound.endpoint),
             writer_incarnation=writer,
             segment=SegmentRef(arena.name, decode),
+            writer_name=devices.prefill.writer_name if devices else "",
         )
     finally:
         outbound.close()
         inbound.close()
+        if devices is not None:
+            devices.close()
         arena.close()

@@ -161,6 +161,7 @@ class RogueWriter:
             self.layout.slab_bytes,
             1 << 20,
             "rogue",
+            "",
         )
         return _with_fields(right, wrong)
 

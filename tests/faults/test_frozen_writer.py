@@ -20,13 +20,15 @@ DECODE = "decode-0"
 VICTIM_PROMPT_TOKENS = 480  # tokens: 30 blocks
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def observed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ObservedCluster]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["shm", "cuda_ipc"])
+async def observed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[ObservedCluster]:
     """One decode node, so that it is known where blocks are, and a second prefill node, so that
-    requests are still served."""
+    requests are still served. Over cuda_ipc, device memory is the host's."""
     folder = tmp_path_factory.mktemp("frozen")
     async with ObservedCluster.build(
-        folder, prefill=2, decode=1, transport="shm", max_num_seqs=64
+        folder, prefill=2, decode=1, transport=request.param, device="cpu", max_num_seqs=64
     ) as made:
         yield made
     made.cluster.assert_clean()

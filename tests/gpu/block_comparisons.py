@@ -61,7 +61,7 @@ def check_slab_moves(
     arena = rng.integers(0, 1 << 62, (7, layers, slab_words), dtype=np.int64)
     source = torch.from_numpy(arena).to(device)
     read, written = [5, 0, 3, 6], [8, 2, 1, 0]
-    numbers = [
+    read_numbers, written_numbers = [
         _numbers_for(device, torch.tensor(blocks, dtype=torch.int32)) for blocks in (read, written)
     ]
     is_right = has_right_sums = True
@@ -73,7 +73,8 @@ def check_slab_moves(
             launch_slab_move(
                 SlabPlaces(source.view(-1), layers * slab_words, start),
                 SlabPlaces(target.view(-1), layers * slab_words, start) if copies else None,
-                *numbers,
+                read_numbers,
+                written_numbers,
                 words,
                 parts.view(4, -1),
             )

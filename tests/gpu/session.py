@@ -19,7 +19,7 @@ _LAST_LINES = 14  # of a stage's output that the summary shows
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class SessionStage:
     """One command of a session."""
 
     name: str
@@ -31,14 +31,35 @@ def _pytest(*paths: str) -> tuple[str, ...]:
     return ("-m", "pytest", "-q", "-s", "-rs", "--durations=5", "-p", "no:cacheprovider", *paths)
 
 
+def _ttft(transport: str) -> tuple[str, ...]:
+    """TTFT of a colocated node and of one prefill and one decode node, one client at a time."""
+    return (
+        *("-m", "benchmarks", "gpu", "--only", "served", "--served-1p1d", "--seconds", "230"),
+        *("--rows", "128/32:1;2048/32:1", "--rounds", "3", "--vllm", ""),
+        *("--set", f"transport={transport}"),
+    )
+
+
 STAGES = (
-    Stage("kernel", 90, _pytest("tests/gpu/test_slab_moves_on_gpu.py")),
-    Stage("fencing", 170, _pytest("tests/gpu/test_fencing_on_gpu.py")),
-    Stage("copies", 90, ("-m", "benchmarks.device.peer_copies")),
+    SessionStage("kernel", 90, _pytest("tests/gpu/test_slab_moves_on_gpu.py")),
+    SessionStage("fencing", 170, _pytest("tests/gpu/test_fencing_on_gpu.py")),
+    SessionStage(
+        "contract",
+        120,
+        _pytest("-p", "tests.gpu.cuda_pairs", "tests/contract", "-k", "cuda_ipc", "--maxfail=8"),
+    ),
+    SessionStage("handoff", 240, _pytest("tests/gpu/test_handoff_on_gpu.py")),
+    SessionStage(
+        "chaos", 110, _pytest("tests/chaos", "--chaos-stage", "gpu", "--chaos-rounds", "3")
+    ),
+    SessionStage("slowdown", 80, ("-m", "benchmarks.device.handoff_slowdown")),
+    SessionStage("ttft_ipc", 240, _ttft("auto")),
+    SessionStage("ttft_shm", 240, _ttft("shm")),
+    SessionStage("copies", 90, ("-m", "benchmarks.device.peer_copies")),
 )
 
 
-def run_stage(stage: Stage, folder: Path, seconds: float) -> str:
+def run_stage(stage: SessionStage, folder: Path, seconds: float) -> str:
     """Run a stage; returns its lines of the summary."""
     log = folder / f"{stage.name}.log"
     started = time.monotonic()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from baton.shared_memory.fence import ArenaFences
-from kv_transfer.device.cuda_driver_api import CudaDriver, CudaError
+from kv_transfer.device.cuda_driver_api import CudaError, CudaWorkDriver
 from kv_transfer.device.device_fence import DeviceTicketFence
 from kv_transfer.device.fence_self_test import FenceTrial, SlowWriter, check_fence, kill_and_watch
 from kv_transfer.device.writer_process import WriterProof
@@ -26,7 +26,7 @@ from tests.gpu.figures import say
 
 def _has_gpu() -> bool:
     try:
-        CudaDriver(0)
+        CudaWorkDriver(0)
     except CudaError:
         return False
     return True
@@ -48,7 +48,7 @@ REGION_BYTES = {"full": 4 << 20, "copies": 16 << 20}
 
 
 @dataclass
-class WaitingWriter:
+class ReadyWriter:
     """A writer that is ready, with the fence of its ticket."""
 
     mode: str
@@ -59,8 +59,8 @@ class WaitingWriter:
 
 
 @pytest.fixture
-def driver() -> CudaDriver:
-    return CudaDriver(0)
+def driver() -> CudaWorkDriver:
+    return CudaWorkDriver(0)
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def fences(tmp_path: Path) -> Iterator[ArenaFences]:
 
 
 def start_writers(
-    stack: ExitStack, driver: CudaDriver, fences: ArenaFences, modes: list[str]
-) -> list[WaitingWriter]:
+    stack: ExitStack, driver: CudaWorkDriver, fences: ArenaFences, modes: list[str]
+) -> list[ReadyWriter]:
     folder = fences.path.parent
     writers = [
         stack.enter_context(SlowWriter(driver, folder, mode, REGION_BYTES.get(mode, 1 << 16)))
@@ -85,20 +85,21 @@ def start_writers(
         byte = fences.allocate_byte()
         fence = DeviceTicketFence(fences, byte)
         fence.proof = proof
-        waiting.append(WaitingWriter(mode, writer, proof, fence, byte))
+        waiting.append(ReadyWriter(mode, writer, proof, fence, byte))
     return waiting
 
 
-def kill(waiting: WaitingWriter, fences: ArenaFences) -> FenceTrial:
+def kill(waiting: ReadyWriter, fences: ArenaFences) -> FenceTrial:
     waiting.writer.start_writing(fences.path, waiting.byte)
     time.sleep(0.05)
     assert not waiting.fence.try_fence(), "a living writer holds its byte"
+    assert any(waiting.writer.read_region()) == (waiting.mode != "queued")
     return kill_and_watch(
         waiting.writer, waiting.fence.try_fence, WATCH_SECONDS, proof_seconds=PROOF_SECONDS
     )
 
 
-def freeze(waiting: WaitingWriter, fences: ArenaFences) -> bool:
+def freeze(waiting: ReadyWriter, fences: ArenaFences) -> bool:
     """Freeze a writer, then kill it. Returns whether its device wrote while it was frozen."""
     waiting.writer.start_writing(fences.path, waiting.byte)
     time.sleep(0.05)
@@ -137,7 +138,7 @@ def test_self_test_passes_and_takes_less_than_the_start_of_a_node(tmp_path: Path
 
 
 def test_nothing_is_written_after_the_fence_of_a_killed_writer(
-    driver: CudaDriver, fences: ArenaFences
+    driver: CudaWorkDriver, fences: ArenaFences
 ) -> None:
     modes, trials = spread(KILLS), []
     started = time.monotonic()
@@ -165,7 +166,7 @@ def test_nothing_is_written_after_the_fence_of_a_killed_writer(
     assert max(trial.proof_seconds for _, trial in trials) < BACK_SECONDS
 
 
-def test_a_frozen_writer_keeps_its_blocks(driver: CudaDriver, fences: ArenaFences) -> None:
+def test_a_frozen_writer_keeps_its_blocks(driver: CudaWorkDriver, fences: ArenaFences) -> None:
     modes, wrote = spread(FREEZES), []
     started = time.monotonic()
     with ExitStack() as stack:

@@ -21,7 +21,7 @@ import pytest_asyncio
 from pydantic import BaseModel, Field
 
 from baton.pb import generation_pb2 as pb
-from baton.types import TRANSPORTS
+from baton.types import STAGED_TRANSPORTS
 from tests.cluster import Cluster
 from tests.cluster_metrics import read_metric
 from tests.models import build_model
@@ -112,7 +112,7 @@ def list_transports() -> list[Any]:
     """Shared memory, and with --every-fault the others."""
     return [
         name if name == "shm" else pytest.param(name, marks=pytest.mark.thorough)
-        for name in TRANSPORTS
+        for name in STAGED_TRANSPORTS
     ]
 
 

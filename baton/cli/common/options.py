@@ -74,6 +74,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "max_step_ms",
         "preemption",
         "speculative",
+        "draft_model",
         "speculative_tokens",
         "local_prefill_share",
         "degrade_wait",

@@ -114,6 +114,8 @@ def launch_slab_move(
     target_blocks: torch.Tensor,  # int32 [n]
     words: int,  # of each block
     parts: torch.Tensor,  # int64 [n, count_checksum_parts(words)]
+    *,
+    num_warps: int = 4,
 ) -> None:
     """Copy words of n blocks, at least one, and write the parts of their checksums, in one launch.
 
@@ -137,6 +139,7 @@ def launch_slab_move(
         BLOCK=_BLOCK,
         COPIES=target is not None,
         SUMS=True,
+        num_warps=num_warps,
     )
 
 
@@ -174,4 +177,4 @@ def _launch(
             COPIES=target is not None,
             SUMS=sums,
         )
-    return parts.sum(1)
+    return parts.sum(1) if sums else parts[:, 0]

@@ -32,19 +32,24 @@ def choose_draft_lengths(
     num_sequences: int,
     max_tokens: int,
     plain_seconds: float,
-    verification_seconds: Callable[[int], float],
+    verification_seconds: Callable[[int, int], float],
+    min_gain: float = MIN_GAIN,
 ) -> list[int]:
     """How many tokens of each offer to verify, together at most `max_tokens`.
 
     `num_sequences` take part in the step, with an offer or without. It takes `plain_seconds`
-    without drafts, and `verification_seconds(n)` with n draft tokens in all.
+    without drafts, and `verification_seconds(n, k)` with n draft tokens in all, at most k of one
+    sequence.
     """
     ranked = sorted(_iter_gains(offers), reverse=True)[:max_tokens]
-    best_rate = MIN_GAIN * num_sequences / max(plain_seconds, 1e-9)
-    best_count, gained = 0, 0.0
-    for count, (gain, _) in enumerate(ranked, 1):
+    best_rate = min_gain * num_sequences / max(plain_seconds, 1e-9)
+    best_count, gained, longest = 0, 0.0, 0
+    counts = [0] * len(offers)
+    for count, (gain, place) in enumerate(ranked, 1):
         gained += gain
-        rate = (num_sequences + gained) / max(verification_seconds(count), 1e-9)
+        counts[-place] += 1
+        longest = max(longest, counts[-place])
+        rate = (num_sequences + gained) / max(verification_seconds(count, longest), 1e-9)
         if rate > best_rate:
             best_rate, best_count = rate, count
     lengths = [0] * len(offers)

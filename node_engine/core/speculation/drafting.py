@@ -1,10 +1,9 @@
 """What a running sequence has of speculative decoding. It is a function of its tokens and steps."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from node_engine.core.speculation.acceptance_rate import AcceptanceRate
-from node_engine.core.speculation.ngram_proposer import NgramProposer
 
 
 class DraftResult(NamedTuple):
@@ -19,15 +18,21 @@ class DraftResult(NamedTuple):
         return sum(self)
 
 
+class Proposer(Protocol):
+    """Proposes how one sequence goes on."""
+
+    def propose_tokens(self, max_tokens: int) -> Sequence[int]: ...
+
+
 class Drafting:
     """The drafts of one sequence. Compute thread only."""
 
-    def __init__(self, tokens: Sequence[int], node_acceptance: AcceptanceRate) -> None:
-        """`tokens` are those of the sequence, and grow with it.
+    def __init__(self, proposer: Proposer | None, node_acceptance: AcceptanceRate) -> None:
+        """Without `proposer`, proposals come from elsewhere (`set_proposal`).
 
         `node_acceptance` learns from all sequences, and is what a new one begins with.
         """
-        self._proposer = NgramProposer(tokens)
+        self._proposer = proposer
         self._node_acceptance = node_acceptance
         self.acceptance = AcceptanceRate(node_acceptance.rate)
         self._proposed_tokens: Sequence[int] = ()
@@ -39,9 +44,15 @@ class Drafting:
 
     def propose_tokens(self, max_tokens: int) -> Sequence[int]:
         """Propose how the sequence goes on."""
-        self._proposed_tokens = self._proposer.propose_tokens(max_tokens)
+        return self.set_proposal(
+            self._proposer.propose_tokens(max_tokens) if self._proposer else ()
+        )
+
+    def set_proposal(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Propose these tokens, of which none is verified yet."""
+        self._proposed_tokens = tokens
         self.verified_tokens = ()
-        return self._proposed_tokens
+        return tokens
 
     def cut_proposal(self, max_tokens: int, end_token_ids: Sequence[int]) -> Sequence[int]:
         """Shorten the proposal; it stops before a token that ends the output."""

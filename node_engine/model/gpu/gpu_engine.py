@@ -90,6 +90,12 @@ class GpuEngine(BaseEngine):
         builder = StepInputsBuilder(self._layout.block_size, self._memory.scratch_block)
         self._launcher = StepLauncher(self._model, self._memory.cache, builder)
 
+    @property
+    def device_arena(self) -> torch.Tensor:
+        """[blocks, layers, 2, kv_heads, block_size, dim], with at least one block more than the
+        cache has. Raises RuntimeError before `bind_cache`."""
+        return self._bound_memory.cache.arena
+
     def load_blocks(self, blocks: Sequence[BlockIndex]) -> None:
         """See Engine.load_blocks. The next step begins the copies."""
         self._bound_memory.mark_host_written(blocks)

@@ -67,7 +67,7 @@ class FakeInbound:
     def rejoin(self, incarnation: Incarnation) -> None:
         self.incarnation = incarnation
 
-    def choose_transport(self, writer_host_id: str) -> str:
+    def choose_transport(self, writer_host_id: str, writer_endpoint: str | None = None) -> str:
         return "memory"
 
     def allocate_fence_byte(self) -> int:
@@ -97,7 +97,7 @@ class FakeInbound:
 class FakeOutbound:
     """Prefill's plane: remembers which slabs were announced, and from where."""
 
-    endpoint: str = "tcp://127.0.0.1:3"
+    endpoint: str = ""
     opened: dict[AttemptKey, int] = field(default_factory=dict)
     tickets: dict[AttemptKey, Ticket] = field(default_factory=dict)
     ready: dict[AttemptKey, list[tuple[int, int, tuple[BlockIndex, ...]]]] = field(

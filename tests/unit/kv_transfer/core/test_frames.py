@@ -19,7 +19,7 @@ from kv_transfer.core.frames import (
 IDS = ("0" * 32, 1, "writer", "decode")
 A_PICKLE = b"\x80\x04\x95\n\x00\x00\x00\x00\x00\x00\x00}\x94\x8c\x01a\x94K\x01s."  # of a dictionary
 TO_DECODE: list[frames.FrameToDecode] = [
-    frames.OpenFrame(*IDS, 1, 24, 1 << 15, 1 << 25, "host"),
+    frames.OpenFrame(*IDS, 1, 24, 1 << 15, 1 << 25, "host", "writer"),
     frames.WriteFrame(*IDS, 3, 2, 0, 7, 0, 2, 14 << 15, 2**64 - 1, True),
     frames.SealFrame(*IDS, 14, 14 << 15, 2**64 - 1, (5, 6), -0.5, ((6, -0.25), (9, -1.0))),
     frames.AbortFrame(*IDS, "cancelled", "the client left"),

@@ -24,6 +24,7 @@ from node_engine.core.sequences.outcomes import (
     TokenEmitted,
 )
 from node_engine.core.sequences.sequence import Sequence as NodeSequence
+from node_engine.core.speculation.model_drafter import ModelDrafter
 from node_engine.core.step.step_batch import StepBatch
 from node_engine.paced.costs import ZERO_COSTS
 from node_engine.paced.paced_engine import PacedEngine
@@ -90,6 +91,7 @@ class SteppedNode:
         eos_probability: float = 0.0,
         vocab_size: int = VOCAB,
         max_draft_tokens: int = 0,
+        drafter: ModelDrafter | None = None,
     ) -> None:
         """With few tokens in the vocabulary, drafts are right now and then."""
         self.clock = FakeClock()
@@ -106,6 +108,8 @@ class SteppedNode:
             max_draft_tokens=max_draft_tokens,
         )
         self.scheduler = Scheduler(self.pool, limits, self.engine.eos_token_ids)
+        if drafter is not None:
+            self.scheduler.speculator.use_draft_model(drafter)
         self.root: BlockHash = root_hash(self.engine.model_digest, self.engine.layout, b"")
         self.outcomes: list[SequenceOutcome] = []
         self.batches: list[StepBatch] = []

@@ -196,9 +196,10 @@ class RequestTableMachine(RequestTableModel, RuleBasedStateMachine):
             )
 
         if name in self.alive:
+            incarnation = self.alive[name]  # a node that has made no progress is lost meanwhile
             self.drained.add(name)
             self.apply_input(act)
-            assert timeout != 0.0 or not [leg for leg in self.legs if leg[0] == self.alive[name]]
+            assert timeout != 0.0 or not [leg for leg in self.legs if leg[0] == incarnation]
         return self.new_orders()
 
     @rule(target=orders, name=st.sampled_from(sorted(ROLES)))

@@ -5,6 +5,7 @@ the distribution of every transition is known exactly.
 """
 
 import math
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.scheduling.capacity import SchedulerLimits
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.outcomes import TokenEmitted
+from node_engine.core.speculation.model_drafter import ModelDrafter
 from node_engine.core.step.step_batch import (
     SampleSpec,
     SliceResult,
@@ -34,10 +36,13 @@ NUM_SEQUENCES, TOKENS_EACH = 50, 2000
 PARAMS = SamplingParams(TOKENS_EACH, temperature=1.0, seed=SEED)
 LOGITS = np.random.default_rng(0).normal(0.0, 0.3, (VOCAB, VOCAB)).astype(np.float32)
 LOGITS[np.arange(VOCAB), (3 * np.arange(VOCAB) + 1) % VOCAB] += 2.5  # so that drafts are likely
+DRAFT_LOGITS = LOGITS + np.random.default_rng(1).normal(0.0, 0.7, LOGITS.shape).astype(np.float32)
 BLOCK_SIZE = 64
 
 
-def draw_tokens(previous: Ints, positions: Ints, choices: Ints) -> Ints:
+def draw_tokens(
+    previous: Ints, positions: Ints, choices: Ints, all_logits: npt.NDArray[np.float32] = LOGITS
+) -> Ints:
     """`draw_token` of many rows at once."""
     counters = np.tile(np.arange(VOCAB // 4, dtype=np.uint64), len(previous))
     per_row = VOCAB // 4
@@ -55,28 +60,43 @@ def draw_tokens(previous: Ints, positions: Ints, choices: Ints) -> Ints:
     ).reshape(len(previous), VOCAB)
     uniform = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
     noise = -np.log(-np.log1p(-np.minimum(uniform, np.float32(1.0 - 2.0**-24))))
-    logits = LOGITS[previous]
+    logits = all_logits[previous]
     scaled = logits - logits.max(-1, keepdims=True)
     drawn: Ints = np.argmax(scaled + noise, -1)
     return drawn
 
 
-def run_batch(batch: StepBatch) -> list[SliceResult]:
+def run_batch(batch: StepBatch, all_logits: npt.NDArray[np.float32] = LOGITS) -> list[SliceResult]:
     rows, specs = list_sampled_rows(batch.slices)
     tokens = np.array([token for slice_ in batch.slices for token in slice_.token_ids])
     drawn = draw_tokens(
         tokens[rows],
         np.array([spec.position for spec in specs]),
         np.array([spec.choice_index for spec in specs]),
+        all_logits,
     )
     return gather_slice_results(batch.slices, map(SliceResult, drawn.tolist()))
 
 
-def run_speculated() -> tuple[Ints, Scheduler, int]:
+def make_drafter() -> ModelDrafter:
+    """A draft model with another distribution."""
+    return ModelDrafter(
+        partial(run_batch, all_logits=DRAFT_LOGITS),
+        num_blocks=NUM_SEQUENCES * (TOKENS_EACH // BLOCK_SIZE + 2),
+        block_size=BLOCK_SIZE,
+        max_model_len=TOKENS_EACH + 10,
+        vocab_size=VOCAB,
+        clock=FakeClock(),
+    )
+
+
+def run_speculated(drafter: ModelDrafter | None) -> tuple[Ints, Scheduler, int]:
     """The outputs of all choices, [sequences, tokens], and how many steps they took."""
     pool = BlockPool(NUM_SEQUENCES * (TOKENS_EACH // BLOCK_SIZE + 2), BLOCK_SIZE, FakeClock())
     limits = SchedulerLimits(NUM_SEQUENCES, 1024, TOKENS_EACH + 10, max_draft_tokens=4)
     scheduler = Scheduler(pool, limits)
+    if drafter is not None:
+        scheduler.speculator.use_draft_model(drafter)
     root = root_hash(b"", KVLayout(1, 1, 4, BLOCK_SIZE, "float32"), b"")
     for choice in range(NUM_SEQUENCES):
         key = AttemptKey(RequestId("r"), 0, choice)
@@ -112,8 +132,10 @@ def test_many_rows_are_drawn_as_one_is() -> None:
 
 
 @pytest.mark.slow
-def test_speculated_tokens_have_the_distribution_of_the_model() -> None:
-    outputs, scheduler, num_steps = run_speculated()
+@pytest.mark.parametrize("has_draft_model", [False, True])
+def test_speculated_tokens_have_the_distribution_of_the_model(has_draft_model: bool) -> None:
+    drafter = make_drafter() if has_draft_model else None
+    outputs, scheduler, num_steps = run_speculated(drafter)
     assert outputs.size == 10**5
     assert num_steps < 0.8 * TOKENS_EACH, "drafts were accepted"
     counters = scheduler.speculator.counters()

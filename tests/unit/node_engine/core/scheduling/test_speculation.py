@@ -6,6 +6,7 @@ and then.
 """
 
 import random
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ FEW = 3  # tokens of the vocabulary
 PROMPT = [1, 2, 1, 2, 0, 1, 2, 1] * 3
 
 
-def make_node(num_blocks: int = 64, max_draft_tokens: int = 5, **limits: int) -> SteppedNode:
+def make_node(num_blocks: int = 64, max_draft_tokens: int = 5, **limits: Any) -> SteppedNode:
     return SteppedNode(num_blocks, vocab_size=FEW, max_draft_tokens=max_draft_tokens, **limits)
 
 

@@ -36,7 +36,7 @@ def choose(offers: list[DraftOffer], fixed: float, cost: float, max_tokens: int 
         num_sequences=len(offers),
         max_tokens=max_tokens,
         plain_seconds=1.0,
-        verification_seconds=lambda drafts: 1.0 + fixed + cost * drafts,
+        verification_seconds=lambda drafts, longest: 1.0 + fixed + cost * drafts,
     )
 
 

@@ -4,13 +4,14 @@ import pytest
 
 from node_engine.core.speculation.acceptance_rate import INITIAL_RATE, AcceptanceRate
 from node_engine.core.speculation.drafting import Drafting, DraftResult
+from node_engine.core.speculation.ngram_proposer import NgramProposer
 
 LOOP = [1, 2, 3, 1, 2, 3, 1, 2]
 
 
 def make_drafting(tokens: list[int]) -> tuple[Drafting, AcceptanceRate]:
     node = AcceptanceRate()
-    return Drafting(tokens, node), node
+    return Drafting(NgramProposer(tokens), node), node
 
 
 def test_a_rate_follows_the_last_trials() -> None:
@@ -55,7 +56,7 @@ def test_a_draft_that_is_not_verified_is_learned_from_as_well() -> None:
         assert drafting.record_output([token], (), has_ended=False) == DraftResult()
     assert drafting.acceptance.rate > 0.95
     assert node.rate > INITIAL_RATE, "the next sequence begins with what was learned"
-    assert Drafting([], node).acceptance.rate == pytest.approx(node.rate)
+    assert Drafting(NgramProposer([]), node).acceptance.rate == pytest.approx(node.rate)
     before = drafting.acceptance.rate
     drafting.propose_tokens(4)
     drafting.record_output([9], (), has_ended=False)

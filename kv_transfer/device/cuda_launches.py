@@ -1,0 +1,92 @@
+"""What launches of the slab kernel need: streams, numbers of blocks, and memory for checksums."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import cycle
+
+import numpy as np
+import torch
+
+from kv_transfer.device.completions import CompletionThread
+from kv_transfer.device.cuda_views import map_pinned
+from kv_transfer.device.device_memory import combine_checksums
+
+_MIN_SLOT_WORDS = 4096
+_KEPT_BLOCK_LISTS = 128  # for each stream
+
+
+class BlockNumbers:
+    """Numbers of blocks in device memory: each list is uploaded once for all layers of a hand-off.
+
+    Kernels that read them in pinned memory took three times as long for one layer.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._uploaded: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
+
+    def upload(self, blocks: Sequence[int]) -> torch.Tensor:
+        """The numbers as int32 [n], for launches on the stream."""
+        key = tuple(blocks)
+        numbers = self._uploaded.get(key)
+        if numbers is None:
+            host = torch.tensor(key, dtype=torch.int32).pin_memory()
+            with torch.cuda.stream(self.stream):
+                numbers = self._uploaded[key] = host.to("cuda", non_blocking=True)
+            if len(self._uploaded) > _KEPT_BLOCK_LISTS:
+                self._uploaded.popitem(last=False)
+        self._uploaded.move_to_end(key)
+        return numbers
+
+
+class LaunchQueue:
+    """Streams that are used in turn, and the thread that waits for what they do, in its order."""
+
+    def __init__(self, name: str, streams: Sequence[torch.cuda.Stream]) -> None:
+        self.streams = streams
+        self.ends = CompletionThread(name)
+        self._turns = cycle([BlockNumbers(stream) for stream in streams])
+
+    def next_stream(self) -> BlockNumbers:
+        """The stream of the next launch, with the numbers that it has."""
+        return next(self._turns)
+
+
+class LaunchSlot:
+    """Pinned memory of one launch, for the parts of its checksums."""
+
+    def __init__(self, num_words: int) -> None:
+        self.num_words = num_words
+        self._host = torch.empty(num_words, dtype=torch.int64, pin_memory=True)
+        self._mapped = map_pinned(self._host).view(torch.int64)
+
+    def view_parts(self, count: int, parts: int) -> torch.Tensor:
+        """int64 [count, parts], as the GPU sees it."""
+        return self._mapped[: count * parts].view(count, parts)
+
+    def read_checksum(self, count: int, parts: int) -> int:
+        """The checksum of a launch that has ended."""
+        sums = self._host.numpy()[: count * parts].view(np.uint64).reshape(count, parts)
+        return combine_checksums(sums.sum(axis=1, dtype=np.uint64))
+
+
+class LaunchSlots:
+    """Free slots, to be used again. Any thread."""
+
+    def __init__(self) -> None:
+        self._free: list[LaunchSlot] = []
+        self._lock = threading.Lock()
+
+    def take(self, count: int, parts: int) -> LaunchSlot:
+        """A slot for a launch over `count` blocks."""
+        needed = count * parts
+        with self._lock:
+            for index, slot in enumerate(self._free):
+                if slot.num_words >= needed:
+                    return self._free.pop(index)
+        return LaunchSlot(max(_MIN_SLOT_WORDS, 1 << (needed - 1).bit_length()))
+
+    def give_back(self, slot: LaunchSlot) -> None:
+        with self._lock:
+            self._free.append(slot)

@@ -1,0 +1,135 @@
+"""The memory in which a node computes, as its transfer plane sees it.
+
+    this node's arena       TransferDevice      cuda_memory.py, host_memory.py
+    a peer's arena          PeerMemory        opened from an ArenaExport
+
+Work is queued and ends later: its result is passed to a callback, on a thread of the
+implementation. Slabs are named as in a hand-off: some layers of some blocks.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from baton.errors import HandoffFailed
+from kv_transfer.core.slabs import SlabRange
+
+
+class DeviceFailed(HandoffFailed):
+    """The device failed: what it still writes is unknown until its process has ended."""
+
+
+class ArenaExport(msgspec.Struct, frozen=True):
+    """How another process of this host opens an arena. Plain data, in a file."""
+
+    kind: str  # of TransferDevice: cuda or host
+    device: str  # identity of the device that has the memory
+    pid: int  # of the owner
+    address: int  # in the owner
+    handle: str  # hexadecimal, of the allocation that the arena lies in; of host: the segment
+    offset: int  # of the arena in the allocation
+    num_blocks: int
+    num_layers: int
+    slab_bytes: int
+
+
+# The checksum of what was copied or checked, or why it could not be.
+OnChecksum = Callable[[int | DeviceFailed], None]
+# The slabs in host memory, layer-major, or why they could not be read.
+OnPayload = Callable[[memoryview | DeviceFailed], None]
+
+
+class QueuedWork(Protocol):
+    """What a device computes at this moment."""
+
+    def has_ended(self) -> bool:
+        """Raises DeviceFailed."""
+        ...
+
+
+class PeerMemory(Protocol):
+    """A peer's arena, opened."""
+
+    def write_slabs(
+        self,
+        slab_range: SlabRange,
+        source: Sequence[int],  # blocks of the own arena
+        target: Sequence[int],  # blocks of the peer's, as many
+        on_done: OnChecksum,
+        *,
+        corrupt: bool = False,
+    ) -> None:
+        """Copy slabs into the peer's arena; the checksum is that of what was read.
+
+        `corrupt` changes one bit of what is written, for tests. Raises DeviceFailed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Unmap the arena. Nothing is being written to it."""
+        ...
+
+
+class TransferDevice(Protocol):
+    """This node's arena, on one device."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def writer_name(self) -> str:
+        """The file by which peers prove the end of this process; empty: it may not write."""
+        ...
+
+    @property
+    def driver_file(self) -> Path:
+        """The file that writers to this memory lock; see ProvableWriter."""
+        ...
+
+    @property
+    def receives(self) -> bool:
+        """Whether peers may write to this memory: the end of a killed one is proven here."""
+        ...
+
+    def export_arena(self) -> ArenaExport:
+        """Raises UnmappableSegment if other processes cannot open the arena."""
+        ...
+
+    def open_peer(self, export: ArenaExport) -> PeerMemory:
+        """Raises UnmappableSegment if this process cannot write to that arena."""
+        ...
+
+    def can_open(self, export_device: str) -> bool:
+        """Whether a device can write to memory of the device with that identity."""
+        ...
+
+    def mark_queued_work(self) -> QueuedWork:
+        """What is queued by the calling thread, which computes in this memory."""
+        ...
+
+    def check_slabs(
+        self, slab_range: SlabRange, blocks: Sequence[int], on_done: OnChecksum
+    ) -> None:
+        """Compute the checksum of slabs where they are. Raises DeviceFailed."""
+        ...
+
+    def read_slabs(self, slab_range: SlabRange, blocks: Sequence[int], on_done: OnPayload) -> None:
+        """Copy slabs of one layer to host memory. Raises DeviceFailed."""
+        ...
+
+    def flip_bit(self, layer: int, block: int) -> None:
+        """Change one bit of a slab, for the `corrupt` failpoint."""
+        ...
+
+    def close(self) -> None:
+        """Wait for queued work of this object, and end its threads."""
+        ...
+
+
+def combine_checksums(sums: npt.NDArray[np.uint64]) -> int:
+    """The checksum of a Write: a hash of the checksums of its blocks, in their order."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(sums).tobytes())

@@ -1,0 +1,89 @@
+"""One prefill and one decode node on an NVIDIA GPU, over cuda_ipc; skipped without one."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cluster import Cluster
+from tests.gpu.figures import say
+from tests.models import FamilyName, build_model, find_stable_prompts
+from tests.parity.device_cases import LENGTHS, OUTPUT_TOKENS, check_tokens, count_handoffs
+
+pytest.importorskip("triton")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU here"),
+]
+SETTINGS: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "float32",
+    "max_batched_tokens": 256,
+    "max_num_seqs": 4,
+    "prefill": 1,
+    "decode": 1,
+    "mode": "disaggregated",
+}
+
+
+async def check_family(
+    family: FamilyName, tmp_path: Path, transport: str, lengths: tuple[int, ...] = LENGTHS
+) -> dict[tuple[str, str], float]:
+    """Check the tokens of a cluster; returns its hand-offs."""
+    folder = build_model(family, tmp_path)
+    prompts = find_stable_prompts(folder, lengths, OUTPUT_TOKENS)
+    (tmp_path / "cluster").mkdir()
+    cluster = Cluster(tmp_path / "cluster", model=str(folder), transport=transport, **SETTINGS)
+    async with cluster:
+        await check_tokens(cluster, prompts)
+        await cluster.wait_idle()
+        handoffs = await count_handoffs(cluster)
+    cluster.assert_clean()
+    return handoffs
+
+
+async def test_tokens_equal_transformers(tmp_path: Path) -> None:
+    assert set(await check_family("llama", tmp_path, "auto")) == {("committed", "cuda_ipc")}
+
+
+async def test_requests_of_a_killed_writer_are_served_by_another(tmp_path: Path) -> None:
+    """It is killed while it writes; decode gets the blocks back, and every token is right."""
+    folder = build_model("llama", tmp_path)
+    prompts = find_stable_prompts(folder, (257, 300, 400, 500, 600, 700), OUTPUT_TOKENS)
+    (tmp_path / "cluster").mkdir()
+    settings = SETTINGS | {"prefill": 2, "transport": "cuda_ipc", "max_batched_tokens": 64}
+    cluster = Cluster(tmp_path / "cluster", model=str(folder), **settings)
+    async with cluster:
+        await check_tokens(cluster, prompts[:2])
+        calls = [
+            asyncio.create_task(
+                cluster.generate(list(stable.prompt), max_tokens=OUTPUT_TOKENS, temperature=0.0)
+            )
+            for stable in prompts
+        ]
+        await asyncio.sleep(0.05)  # some are being computed, and some handed over
+        cluster.kill("prefill-0")
+        for call, stable in zip(calls, prompts, strict=True):
+            assert list((await call).tokens) == list(stable.reference_tokens)
+        await cluster.wait_idle()
+        assert not [
+            ledger.quarantined
+            for ledger in (await cluster.get_ledgers()).ledgers
+            if ledger.quarantined
+        ]
+        handoffs = await count_handoffs(cluster)
+    say(f"hand-offs around a kill: {handoffs}")
+    assert set(transport for _, transport in handoffs) <= {"cuda_ipc", "none"}
+
+
+async def test_tokens_of_another_family(tmp_path: Path) -> None:
+    assert set(await check_family("qwen3", tmp_path, "auto")) == {("committed", "cuda_ipc")}
+
+
+@pytest.mark.parametrize("transport", ["zmq"])
+async def test_staged_tokens_equal_transformers(transport: str, tmp_path: Path) -> None:
+    found = await check_family("llama", tmp_path, transport, LENGTHS[:4])
+    assert set(found) == {("committed", transport)}
