@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -136,81 +135,84 @@ def _time_work(work: Callable[[], object], window: float) -> float:
     return elapsed / count
 
 
-@dataclass(slots=True)
 class HandoffFlow:
-    """Hands KV over back to back while it is switched on, from a thread of its own."""
+    """Hands KV over back to back while it is switched on, on a thread of its own."""
 
-    switched_on: threading.Event
-    is_idle: threading.Event
-    num_ended: int = 0
+    def __init__(self, transport: str) -> None:
+        self.num_ended = 0
+        self.has_begun = threading.Event()  # the first hand-off has ended
+        self._switched_on, self._is_idle = threading.Event(), threading.Event()
+        self._is_stopping = False
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._receiver = context.Process(target=_receive, args=(transport, theirs), daemon=True)
+        self._receiver.start()
+        self._source = np.ones(_BLOCKS * _LAYOUT.block_bytes, dtype=np.uint8)
+        self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._plane = build_kv_sender(
+            arena=self._source.data,
+            layout=_LAYOUT,
+            incarnation=_WRITER,
+            token=_TOKEN,
+            emit=self._events.put,
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     @contextmanager
     def flowing(self) -> Iterator[None]:
-        self.is_idle.clear()
-        self.switched_on.set()
+        self._is_idle.clear()
+        self._switched_on.set()
         try:
             yield
         finally:
-            self.switched_on.clear()
-            self.is_idle.wait(_EVENT_TIMEOUT)
+            self._switched_on.clear()
+            self._is_idle.wait(_EVENT_TIMEOUT)
+
+    def close(self) -> None:
+        self._is_stopping = True
+        self._switched_on.set()
+        self._thread.join()
+        self._plane.close()
+        self._pipe.send(None)
+        self._receiver.join()
+
+    def _run(self) -> None:
+        while self._switched_on.wait() and not self._is_stopping:
+            self._hand_over()
+            self.num_ended += 1
+            self.has_begun.set()
+            if not self._switched_on.is_set():
+                self._is_idle.set()
+
+    def _hand_over(self) -> None:
+        blocks = [BlockIndex(block) for block in range(_BLOCKS)]
+        key = AttemptKey(RequestId(f"{self.num_ended:032x}"), 0, 0)
+        self._pipe.send(key)
+        ticket: Ticket = self._pipe.recv()
+        self._plane.open_handoff(key, ticket.num_tokens)
+        self._plane.set_ticket(key, ticket)
+        for layer in range(_LAYOUT.num_layers):
+            self._plane.announce_layer(key, layer, 0, blocks)
+        self._plane.seal_handoff(key, SealInfo((1,)))
+        while not isinstance(event := self._events.get(timeout=_EVENT_TIMEOUT), OutboundCommitted):
+            if isinstance(event, OutboundAborted):
+                raise event.error
 
 
 @contextmanager
 def _run_handoffs(transport: str) -> Iterator[HandoffFlow]:
     """A flow to another process. The calling thread gets the first core to itself."""
     cores = sorted(os.sched_getaffinity(0))
-    others = cores[1:] or cores
-    os.sched_setaffinity(0, others)  # for the threads and the process that start now
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    receiver = multiprocessing.get_context("spawn").Process(
-        target=_receive, args=(transport, theirs), daemon=True
-    )
-    receiver.start()
-    source = np.ones(_BLOCKS * _LAYOUT.block_bytes, dtype=np.uint8)
-    events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    plane = build_kv_sender(
-        arena=source.data, layout=_LAYOUT, incarnation=_WRITER, token=_TOKEN, emit=events.put
-    )
-    flow = HandoffFlow(threading.Event(), threading.Event())
-    stopping = threading.Event()
-
-    def hand_over() -> None:
-        blocks, number = [BlockIndex(block) for block in range(_BLOCKS)], 0
-        while True:
-            flow.switched_on.wait()
-            if stopping.is_set():
-                return
-            key, number = AttemptKey(RequestId(f"{number:032x}"), 0, 0), number + 1
-            ours.send(key)
-            ticket: Ticket = ours.recv()
-            plane.open_handoff(key, ticket.num_tokens)
-            plane.set_ticket(key, ticket)
-            for layer in range(_LAYOUT.num_layers):
-                plane.announce_layer(key, layer, 0, blocks)
-            plane.seal_handoff(key, SealInfo((1,)))
-            while not isinstance(event := events.get(timeout=_EVENT_TIMEOUT), OutboundCommitted):
-                if isinstance(event, OutboundAborted):
-                    raise event.error
-            flow.num_ended += 1
-            if not flow.switched_on.is_set():
-                flow.is_idle.set()
-
-    thread = threading.Thread(target=hand_over, daemon=True)
-    thread.start()
+    os.sched_setaffinity(0, cores[1:] or cores)  # for the threads and the process that start now
+    flow = HandoffFlow(transport)
     os.sched_setaffinity(0, cores[:1])
     try:
-        with flow.flowing():  # dials, and maps the arena
-            events_seen = flow.num_ended
-            while flow.num_ended == events_seen and thread.is_alive():
-                thread.join(0.05)
+        with flow.flowing():
+            flow.has_begun.wait(_EVENT_TIMEOUT)  # it dials, and maps the arena
         yield flow
     finally:
-        stopping.set()
-        flow.switched_on.set()
-        thread.join()
-        plane.close()
-        ours.send(None)
-        receiver.join()
+        flow.close()
         os.sched_setaffinity(0, cores)
 
 

@@ -29,7 +29,7 @@ class TransferSettings:
     # Per message. Each message costs Python time, for which the thread that computes waits; longer
     # ones overlap less of writing with landing. `baton bench plane`: 4 MiB cost half of 1 MiB.
     max_payload_bytes: int = 4 * MIB
-    # The credit and the size of a message where a device writes: it needs large copies, and nothing is buffered.
+    # Credit and message where a device writes: it needs large copies, and nothing is buffered.
     device_credit_bytes: int = 512 * MIB
     device_payload_bytes: int = 32 * MIB
     layers_per_message: int = 0  # 0: as many layers as are ready and fit

@@ -46,14 +46,14 @@ def _placement_line(timeline: Timeline) -> str:
 
 
 def _format_group(layers: int) -> str:
-    return "" if not layers else f"{layers} layer{'s' if layers > 1 else ''} at once, "
+    return "" if not layers else f", {layers} layer{'s' if layers > 1 else ''} at once"
 
 
 def format_handoff(report: HandoffReport) -> str:
     return (
-        f"hand-off: {report.bytes / 1e6:.2f} MB over {report.transport} in {report.slabs} slabs, "
-        f"{_format_group(report.group_layers)}"
-        f"{early_arrival_share(report):.0%} landed before the last layer was computed\n"
+        f"hand-off: {report.bytes / 1e6:.2f} MB over {report.transport} in {report.slabs} slabs"
+        f"{_format_group(report.group_layers)}\n"
+        f"          {early_arrival_share(report):.0%} landed before the last layer was computed\n"
         f"          computed {report.computed_tokens} tokens "
         f"in {report.compute_seconds * 1e3:.1f} ms, "
         f"slowed by {report.slowed_seconds * 1e3:.1f} ms, "

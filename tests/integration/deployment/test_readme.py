@@ -29,7 +29,7 @@ MODEL = ROOT / "models" / "demo"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGES, re.MULTILINE | re.DOTALL)
 SHELL = [text.replace("\\\n", " ") for kind, text in BLOCKS if not kind]
 PROGRAMS = [text for kind, text in BLOCKS if kind == "python"]
-REQUEST = "372843143f87ffad240b917ea68ebda0"  # the one that operating.md explains
+REQUEST = "7bcaa8b3704ed05522887213e38b4f47"  # the one that operating.md explains
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
