@@ -19,7 +19,7 @@ from node_engine.core.scheduling.prefill_token_budget import PrefillTokenBudget
 from node_engine.core.sequences.sequence import Sequence
 from node_engine.core.sequences.stop_rules import stop_token_ids
 from node_engine.core.speculation.acceptance_rate import AcceptanceRate
-from node_engine.core.speculation.draft_lengths import DraftOffer, choose_draft_lengths
+from node_engine.core.speculation.draft_lengths import MIN_GAIN, DraftOffer, choose_draft_lengths
 from node_engine.core.speculation.drafting import Drafting, DraftResult
 from node_engine.core.speculation.drafting_cost import DraftingCost
 from node_engine.core.speculation.model_drafter import ModelDrafter
@@ -31,7 +31,10 @@ from node_engine.core.step.step_batch import SequenceSlice, StepBatch
 # some, so that it notices when they are not.
 PROBE_INTERVAL_STEPS = 256
 PROBE_TOKENS = 4
+MAX_PROBE_SHARE = 0.01  # of the time of steps, for contexts that a draft model computes for probes
 MIN_PROBE_RATE = 0.5  # of acceptance: a draft that is probably wrong would only cost
+MIN_MODEL_GAIN = 1.1  # of tokens a second: the cost of a draft model is one more estimate
+REPLAN_STEPS = 8  # with a draft model, after so many steps for which no draft was worth it
 _NO_OFFER = DraftOffer(0, 0.0)
 
 
@@ -54,6 +57,7 @@ class Speculator:
         self._drafter: ModelDrafter | None = None
         self._drafting_cost = DraftingCost()
         self._acceptance = AcceptanceRate()  # of all sequences
+        self._num_steps_to_skip = 0  # before a draft model is considered again
         self._num_steps_without_probe = 0  # that had drafts to verify and did not
         self._num_drafts = 0
         self._totals = DraftResult()
@@ -92,19 +96,26 @@ class Speculator:
         They are all that run in the step; with `has_prompts` it also computes prompts.
         """
         if self._drafter is not None:
-            self._drafter.last_seconds = 0.0
+            self._drafter.begin_plan()
         if has_prompts:
             for sequence in sequences:
                 if sequence.drafting is not None:
                     sequence.drafting.discard_proposal()
             return
+        if self._num_steps_to_skip:
+            self._num_steps_to_skip -= 1
+            self._num_steps_without_probe += 1
+            return
         offers = [self._make_offer(sequence) for sequence in sequences]
         if all(offer.num_tokens == 0 for offer in offers):
             return
         lengths = self._choose_lengths(sequences, offers)
-        if self._drafter is not None and any(lengths):
+        if self._drafter is not None:
+            if not any(lengths):
+                self._num_steps_to_skip = REPLAN_STEPS - 1
+                return
             lengths = self._draft_with_model(self._drafter, sequences, lengths)
-        if any(lengths):
+        if any(lengths) and (self._drafter is None or self._drafter.is_typical):
             self._num_steps_without_probe = 0
         for sequence, length in zip(sequences, lengths, strict=True):
             if length and sequence.drafting is not None:
@@ -156,6 +167,8 @@ class Speculator:
         ]
         drafts = iter(drafter.draft_tokens(chosen))
         if drafter.is_typical:
+            if self._num_steps_without_probe >= PROBE_INTERVAL_STEPS:
+                self._drafting_cost.forget()
             self._drafting_cost.observe_drafts(
                 drafter.last_steps, drafter.last_tokens, drafter.last_seconds
             )
@@ -199,22 +212,41 @@ class Speculator:
             max_tokens=max_tokens,
             plain_seconds=self._step_budget.predict_decode_seconds(count, context_tokens),
             verification_seconds=predict_seconds,
+            min_gain=MIN_GAIN if self._drafter is None else MIN_MODEL_GAIN,
         )
         if any(lengths):
             return lengths
         self._num_steps_without_probe += 1
-        return self._probe(offers, max_tokens) or lengths
-
-    def _probe(self, offers: SequenceOf[DraftOffer], max_tokens: int) -> list[int] | None:
-        """Now and then, verify a draft that is likely right, and learn anew what that costs.
-
-        Drafts of a model are tried whatever their rate is: only those that are made show it.
-        """
-        best = max(offers, key=lambda offer: (offer.num_tokens > 0, offer.acceptance_rate))
-        least = MIN_PROBE_RATE if self._drafter is None else 0.0
-        if self._num_steps_without_probe < PROBE_INTERVAL_STEPS or best.acceptance_rate < least:
-            return None
+        place = self._choose_probe(sequences, offers)
+        if place is None:
+            return lengths
         self._costs.forget()
-        self._drafting_cost.forget()
-        place, length = offers.index(best), min(best.num_tokens, max_tokens, PROBE_TOKENS)
-        return [length if number == place else 0 for number in range(len(offers))]
+        lengths[place] = min(offers[place].num_tokens, max_tokens, PROBE_TOKENS)
+        return lengths
+
+    def _choose_probe(
+        self, sequences: SequenceOf[Sequence], offers: SequenceOf[DraftOffer]
+    ) -> int | None:
+        """Now and then, the sequence whose draft is verified all the same, to learn what it costs.
+
+        Without a draft model it is one that is likely right. Of drafts of a model only those that
+        are made show whether they are right, and there the context may have to be computed first.
+        """
+        if self._num_steps_without_probe < PROBE_INTERVAL_STEPS:
+            return None
+        places = [place for place, offer in enumerate(offers) if offer.num_tokens]
+        drafter = self._drafter
+        if drafter is None:
+            best = max(places, key=lambda place: offers[place].acceptance_rate)
+            return best if offers[best].acceptance_rate >= MIN_PROBE_RATE else None
+        seconds = {
+            place: drafter.estimate_catch_up_seconds(
+                sequences[place].id, len(sequences[place].token_ids)
+            )
+            for place in places
+        }
+        best = min(places, key=seconds.__getitem__)
+        context_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+        plain = self._step_budget.predict_decode_seconds(len(sequences), context_tokens)
+        allowed = MAX_PROBE_SHARE * self._num_steps_without_probe * plain
+        return best if seconds[best] <= allowed else None

@@ -33,6 +33,7 @@ def choose_draft_lengths(
     max_tokens: int,
     plain_seconds: float,
     verification_seconds: Callable[[int, int], float],
+    min_gain: float = MIN_GAIN,
 ) -> list[int]:
     """How many tokens of each offer to verify, together at most `max_tokens`.
 
@@ -41,7 +42,7 @@ def choose_draft_lengths(
     sequence.
     """
     ranked = sorted(_iter_gains(offers), reverse=True)[:max_tokens]
-    best_rate = MIN_GAIN * num_sequences / max(plain_seconds, 1e-9)
+    best_rate = min_gain * num_sequences / max(plain_seconds, 1e-9)
     best_count, gained, longest = 0, 0.0, 0
     counts = [0] * len(offers)
     for count, (gain, place) in enumerate(ranked, 1):

@@ -21,8 +21,8 @@ class DraftingCost:
         return self._fit.predict((float(num_steps), float(num_tokens)))
 
     def forget(self) -> None:
-        """Expect of the next draft what was expected of the first one."""
-        self._fit = OnlineLinearFit(_PRIOR)
+        """Learn from the next draft as from the first one. Until then, predictions stay."""
+        self._fit.reset()
 
     def observe_drafts(self, num_steps: int, num_tokens: int, seconds: float) -> None:
         self._fit.add_observation((float(num_steps), float(num_tokens)), seconds)

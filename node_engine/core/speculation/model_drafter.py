@@ -96,8 +96,9 @@ class ModelDrafter:
         self._ordered: frozenset[SequenceId] = frozenset()  # in the present call
         self._has_failed = False
         self._context_token_seconds: float | None = None  # measured last
-        # Of the last call of `draft_tokens`: its time, what it computed, and whether that was
-        # little of contexts, so that its time tells what drafts cost.
+        self._started_at = 0.0  # the plan of the present step
+        # Of the present step: the time of its plan if it drafts, what was computed for it, and
+        # whether that was little of contexts, so that its time tells what drafts cost.
         self.last_seconds = 0.0
         self.last_steps = self.last_tokens = 0
         self.is_typical = False
@@ -107,23 +108,33 @@ class ModelDrafter:
     def num_free_blocks(self) -> int:
         return len(self._free_blocks)
 
+    def begin_plan(self) -> None:
+        """The plan of a step begins; until `draft_tokens` is called, it has taken no time."""
+        self._started_at = self._clock()
+        self.last_seconds = 0.0
+
     def count_possible_tokens(self, length: int) -> int:
         """How many tokens could be drafted for a sequence of `length` tokens."""
         return 0 if self._has_failed else self._max_model_len + 1 - length
+
+    def estimate_catch_up_seconds(self, sequence_id: SequenceId, length: int) -> float:
+        """Seconds to compute the context of a sequence of `length` tokens, as far as known."""
+        context = self._contexts.get(sequence_id)
+        lacking = length - (context.num_computed if context is not None else 0)
+        return max(0, lacking) * (self._context_token_seconds or 0.0)
 
     def draft_tokens(self, orders: SequenceOf[DraftOrder]) -> list[list[int]]:
         """Return the draft of each order; empty while its context is not computed.
 
         The work of a call is bounded: contexts are computed in chunks.
         """
-        started = self._clock()
         self.last_steps = self.last_tokens = 0
         self.release_ended_sequences()
         self._ordered = frozenset(order.sequence_id for order in orders)
         drafts: list[list[int]] = [[] for _ in orders]
         if not self._has_failed:
             self._draft_step_by_step(orders, drafts)
-        self.last_seconds = self._clock() - started
+        self.last_seconds = self._clock() - self._started_at
         self.total_seconds += self.last_seconds
         return drafts
 
