@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from baton.errors import UnmappableSegment
-from baton.shared_memory.byte_locks import try_lock_byte, unlock_byte
+from baton.shared_memory.byte_locks import try_lock_byte
 from baton.shared_memory.segment import WRITER_NAME, create_writer_file
 
 _MAX_RECORD_BYTES = 4096
@@ -104,13 +104,14 @@ class ProvableWriter:
         return lowest
 
     def close(self) -> None:
-        """Remove the file. This process must have no device work left."""
+        """Remove the file. Locks of a process with a driver last until it has ended.
+
+        Its device may have work left that nobody waited for.
+        """
         self.is_published = False
         self._path.unlink(missing_ok=True)
-        if self._driver_fd >= 0:
-            unlock_byte(self._driver_fd, os.getpid())
-            self._driver_fd = -1
-        os.close(self._fd)
+        if self._driver_fd < 0:
+            os.close(self._fd)
 
 
 class WriterProof:

@@ -30,13 +30,18 @@ SETTINGS: dict[str, Any] = {
 
 
 async def check_family(
-    family: FamilyName, tmp_path: Path, transport: str, lengths: tuple[int, ...] = LENGTHS
+    family: FamilyName,
+    tmp_path: Path,
+    transport: str,
+    lengths: tuple[int, ...] = LENGTHS,
+    **settings: Any,
 ) -> dict[tuple[str, str], float]:
     """Check the tokens of a cluster; returns its hand-offs."""
     folder = build_model(family, tmp_path)
     prompts = find_stable_prompts(folder, lengths, OUTPUT_TOKENS)
     (tmp_path / "cluster").mkdir()
-    cluster = Cluster(tmp_path / "cluster", model=str(folder), transport=transport, **SETTINGS)
+    chosen = SETTINGS | settings | {"transport": transport}
+    cluster = Cluster(tmp_path / "cluster", model=str(folder), **chosen)
     async with cluster:
         await check_tokens(cluster, prompts)
         await cluster.wait_idle()
@@ -83,7 +88,9 @@ async def test_tokens_of_another_family(tmp_path: Path) -> None:
     assert set(await check_family("qwen3", tmp_path, "auto")) == {("committed", "cuda_ipc")}
 
 
-@pytest.mark.parametrize("transport", ["zmq"])
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
 async def test_staged_tokens_equal_transformers(transport: str, tmp_path: Path) -> None:
-    found = await check_family("llama", tmp_path, transport, LENGTHS[:4])
+    """Decode receives in host memory: prefill copies what its GPU has computed there first."""
+    own = {"decode-0": {"transport": transport}}
+    found = await check_family("llama", tmp_path, "auto", LENGTHS[:4], per_node=own)
     assert set(found) == {("committed", transport)}

@@ -10,9 +10,9 @@ from node_engine.core.step.step_batch import SampleSpec
 
 
 def make_draft_order(
-    sequence: Sequence, num_tokens: int, eos_token_ids: tuple[int, ...]
+    sequence: Sequence, num_tokens: int, eos_token_ids: tuple[int, ...], vocab_size: int
 ) -> DraftOrder:
-    """An order for at most `num_tokens` tokens.
+    """An order for at most `num_tokens` tokens, of the first `vocab_size` of the vocabulary.
 
     They are sampled as the step does at their positions, but for the grammar of the output.
     """
@@ -20,6 +20,10 @@ def make_draft_order(
     params = request.sampling
     if params.logprobs is not None:
         params = replace(params, logprobs=None)
+    if any(token >= vocab_size for token, _ in params.logit_bias):
+        # The served model may have logits for ids that the draft model has none for.
+        known = tuple(entry for entry in params.logit_bias if entry[0] < vocab_size)
+        params = replace(params, logit_bias=known)
     counts = sequence.update_token_counts() if sequence.has_penalties else None
 
     def make_spec(draft: SequenceOf[int]) -> SampleSpec:

@@ -161,7 +161,7 @@ class Speculator:
     ) -> list[int]:
         """Let the model draft; returns how many tokens it has drafted of each sequence."""
         chosen = [
-            make_draft_order(sequence, length, self._eos_token_ids)
+            make_draft_order(sequence, length, self._eos_token_ids, drafter.vocab_size)
             for sequence, length in zip(sequences, lengths, strict=True)
             if length
         ]

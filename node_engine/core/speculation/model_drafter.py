@@ -90,7 +90,7 @@ class ModelDrafter:
         self._free_blocks = list(map(BlockIndex, reversed(range(num_blocks))))
         self._block_size = block_size
         self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._clock = clock
         self._contexts: dict[SequenceId, _DraftContext] = {}
         self._ordered: frozenset[SequenceId] = frozenset()  # in the present call
@@ -204,7 +204,7 @@ class ModelDrafter:
         chunk = tuple(tokens[start : start + 1 + budget])
         end = start + len(chunk)
         is_last = end == len(tokens)
-        if max(chunk) >= self._vocab_size:
+        if max(chunk) >= self.vocab_size:
             return None
         if not self._grow_table(context, end + (order.num_tokens - 1 if is_last else 0)):
             return None
@@ -219,7 +219,7 @@ class ModelDrafter:
         context = self._contexts[slice_.sequence_id]
         context.num_computed = end = slice_.start + len(slice_.token_ids)
         token = result.token_id
-        if slice_.sample_spec is None or token is None or token >= self._vocab_size:
+        if slice_.sample_spec is None or token is None or token >= self.vocab_size:
             return None
         draft.append(token)
         if len(draft) >= order.num_tokens or end + 1 > len(context.block_table) * self._block_size:

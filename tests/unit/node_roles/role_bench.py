@@ -63,12 +63,13 @@ class FakeInbound:
     incarnation: Incarnation = NOBODY
     gone: list[Incarnation] = field(default_factory=list)
     fences: int = 0
+    transport: str = "memory"
 
     def rejoin(self, incarnation: Incarnation) -> None:
         self.incarnation = incarnation
 
     def choose_transport(self, writer_host_id: str, writer_endpoint: str | None = None) -> str:
-        return "memory"
+        return self.transport
 
     def allocate_fence_byte(self) -> int:
         self.fences += 1

@@ -283,6 +283,24 @@ def test_a_seal_that_does_not_continue_the_attempt_is_not_committed(
     assert node.count_held_blocks() == {}
 
 
+@pytest.mark.parametrize(("transport", "loads"), [("shm", 1), ("cuda_ipc", 0)])
+def test_only_what_landed_in_host_memory_is_loaded(
+    transport: str, loads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a peer's GPU has written is where the engine computes: a load would overwrite it."""
+    node, work = DecodeBench(), make_work(PROMPT)
+    node.plane.transport = transport
+    loaded: list[object] = []
+    monkeypatch.setattr(node.engine, "load_blocks", loaded.append)
+    node.send_item(DecodeOrder(work, WRITER))
+    ticket = node.ticket
+    node.send_item(InboundStarted(ticket.id))
+    node.land_handoff(ticket, work)
+    node.send_item(InboundSealed(ticket.id, make_seal(work), 1))
+    assert node.plane.committed == [ticket.id]
+    assert len(loaded) == loads
+
+
 def test_a_seal_that_crosses_its_cancel_is_ignored() -> None:
     node, work = DecodeBench(), make_work(PROMPT)
     node.send_item(DecodeOrder(work, WRITER))

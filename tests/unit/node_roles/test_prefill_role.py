@@ -1,7 +1,7 @@
 """The compute-bound role with everything real but the plane: every end of every attempt returns
 every block."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from baton.config.settings import Config
 from baton.errors import Cancelled, NodeFailed, PeerUnreachable
 from baton.types import (
     AttemptSpec,
+    BlockIndex,
     Incarnation,
     NodeName,
     PeerAddress,
@@ -98,6 +99,37 @@ def test_a_cached_prefix_is_announced_whole_before_the_first_chunk() -> None:
     } == set(range(5))
     assert node.plane.ready[second.key][0][1:][0] == 0
     assert node.pop_messages("prefill_ended")[1].cached_tokens == 64
+
+
+@pytest.mark.parametrize("endpoint", ["", "device://baton-writer-x.process"])
+def test_layers_are_saved_to_host_memory_only_for_a_plane_that_reads_it(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = PrefillBench()
+    node.plane.endpoint = endpoint
+    reads_host = not endpoint
+    read: list[int] = []  # blocks of each step that the engine has to bring to host memory
+    saved: list[int] = []
+    run, save = node.engine.run, node.engine.save_blocks
+
+    def run_step(batch: StepBatch, on_layer: LayerCallback | None = None) -> object:
+        read.append(len(on_layer.blocks) if on_layer else 0)
+        return run(batch, on_layer)
+
+    def save_blocks(blocks: Sequence[BlockIndex]) -> object:
+        saved.append(len(blocks))
+        return save(blocks)
+
+    monkeypatch.setattr(node.engine, "run", run_step)
+    monkeypatch.setattr(node.engine, "save_blocks", save_blocks)
+    for name, tokens in (("a", range(1, 81)), ("b", [*range(1, 65), 900, 901])):
+        work = make_work(tokens, request=name)
+        node.send_item(PrefillOrder(work, needs_no_decode=False))
+        while node.step():
+            pass
+        node.send_item(OutboundCommitted(work.key, REPORT))
+    assert sum(read) == (6 if reads_host else 0)
+    assert saved[:1] == ([4] if reads_host else [0])
 
 
 def test_report_says_by_how_much_a_hand_off_slowed_its_prefill() -> None:

@@ -184,6 +184,22 @@ def test_a_lock_above_the_drivers_descriptors_is_refused(tmp_path: Path, driver_
     os.close(driver)
 
 
+def test_a_writer_that_closes_keeps_its_locks_until_its_process_has_ended(
+    tmp_path: Path, driver_file: Path
+) -> None:
+    """Its device may have work left that nobody waited for."""
+    writer = ProvableWriter(tmp_path)
+    driver = os.open(driver_file, os.O_RDWR)
+    writer.publish("test", driver_file)
+    proof = WriterProof(tmp_path, writer.name, driver_file)
+    writer.close()
+    assert not proof._are_locks_released()
+    assert not proof.has_ended()
+    proof.close()
+    os.close(driver)
+    os.close(writer._fd)
+
+
 def test_a_process_without_a_descriptor_of_the_driver_is_refused(
     tmp_path: Path, driver_file: Path
 ) -> None:

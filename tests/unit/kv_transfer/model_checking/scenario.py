@@ -37,6 +37,9 @@ class Scenario:
     num_blocks: int = 2
     max_attempts: int = 2
     is_one_sided: bool = True
+    # Whether a device writes for the writers: it goes on when their processes have crashed.
+    has_devices: bool = False
+    fences_by_lock_alone: bool = False  # a planted bug: no proof that the device has stopped
     max_faults: int = 1  # of all kinds together
     fault_kinds: frozenset[str] = frozenset({"crash", "cut", "duplicate", "corrupt", "drop"})
     has_ghost_writer: bool = False  # an earlier incarnation of writer 0 has the ticket too

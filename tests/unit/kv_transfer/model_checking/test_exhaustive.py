@@ -48,6 +48,12 @@ def test_one_attempt_slab_by_slab_with_any_fault_at_any_moment(one_sided: bool) 
     assert explore_all_states(replace(ONE_ATTEMPT, is_one_sided=one_sided)) > 5_000
 
 
+@pytest.mark.slow
+def test_two_attempts_with_devices_that_outlive_a_crash() -> None:
+    """The kernel drops the locks of a crashed writer, and its device writes on for a while."""
+    assert explore_all_states(replace(TWO_ATTEMPTS, has_devices=True)) > 20_000
+
+
 def test_delayed_acknowledgements() -> None:
     assert (
         explore_all_states(
@@ -168,6 +174,14 @@ PLANTED = [
     PlantedBug(replace(NO_FAULTS, inbound_class=SealsUnfenced), "sealed without the fence"),
     PlantedBug(replace(NO_FAULTS, outbound_class=SealsUnderItsLock), "sealed under a lock"),
 ]
+
+
+def test_the_search_finds_a_fence_by_the_lock_alone() -> None:
+    scenario = replace(
+        ONE_ATTEMPT, fault_kinds=CRASHES_ONLY, has_devices=True, fences_by_lock_alone=True
+    )
+    with pytest.raises(InvariantViolation, match="wrote blocks of"):
+        explore_all_states(scenario)
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: _name(planted))

@@ -35,6 +35,8 @@ class WorldActions(WorldState):
     def _writers_progress(self) -> Iterator[tuple[str, int]]:
         for writer, machine in self.outbound.items():
             if self._is_dead(writer):
+                if self.writes_in_flight[writer] is not None:
+                    yield "device_stops", writer
                 continue
             state = machine.state
             if self.writes_in_flight[writer] is not None:

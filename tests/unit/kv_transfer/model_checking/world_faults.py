@@ -14,15 +14,25 @@ class WorldFaults(WorldActions):
     __slots__ = ()
 
     def do_crash_writer(self, writer: int) -> None:
-        """A write in progress is torn, and the kernel drops the locks. Sent frames may arrive."""
+        """A write in progress is torn, and the kernel drops the locks. Sent frames may arrive.
+
+        A device goes on with the write, until `do_device_stops`."""
         self.faults += 1
-        if (write := self.writes_in_flight[writer]) is not None and self.scenario.is_one_sided:
-            self._write_tags(writer, write.slab_range, (TORN_SLAB,) * write.slab_range.num_slabs)
-        self.writes_in_flight[writer] = None
+        if not self.scenario.has_devices:
+            self._tear_write(writer)
         self.dead_processes |= {f"writer {writer}"}
         self.locks = frozenset(lock for lock in self.locks if lock[1] != f"writer {writer}")
         self.frames_to_writer[writer] = ()
         self.machine_state_ids[f"outbound {writer}"], self.announced_steps[writer] = -1, 0
+
+    def do_device_stops(self, writer: int) -> None:
+        """The device of a crashed process has written its last: the end can be proven."""
+        self._tear_write(writer)
+
+    def _tear_write(self, writer: int) -> None:
+        if (write := self.writes_in_flight[writer]) is not None and self.scenario.is_one_sided:
+            self._write_tags(writer, write.slab_range, (TORN_SLAB,) * write.slab_range.num_slabs)
+        self.writes_in_flight[writer] = None
 
     def do_crash_decode(self, _: int) -> None:
         """Decode's arena is gone, and its writers lose their links."""

@@ -155,7 +155,16 @@ class WorldState:
     def _fence(self, attempt: int) -> Callable[[], bool]:
         if not self.scenario.is_one_sided:
             return lambda: True
-        return lambda: self._try_lock_byte(attempt, "decode")
+        if not self.scenario.has_devices or self.scenario.fences_by_lock_alone:
+            return lambda: self._try_lock_byte(attempt, "decode")
+        return lambda: self._try_lock_byte(attempt, "decode") and not self._is_marked(attempt)
+
+    def _is_marked(self, byte: int) -> bool:
+        """Whether a writer under this byte has writes in flight: it has marked the byte."""
+        return any(
+            write is not None and self._attempt(writer) == byte
+            for writer, write in self.writes_in_flight.items()
+        )
 
     def _try_lock_byte(self, byte: int, owner: str) -> bool:
         if any(locked == byte and other != owner for locked, other in self.locks):

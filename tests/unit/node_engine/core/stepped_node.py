@@ -58,6 +58,7 @@ def make_work(
     min_tokens: int = 0,
     stop: Sequence[int] = (),
     ignore_eos: bool = False,
+    logit_bias: tuple[tuple[int, float], ...] = (),
 ) -> AttemptSpec:
     key = AttemptKey(RequestId(f"r{name}"), 0, 0)
     sampling = SamplingParams(
@@ -66,6 +67,7 @@ def make_work(
         ignore_eos=ignore_eos,
         stop_token_ids=tuple(stop),
         temperature=0.0,
+        logit_bias=logit_bias,
     )
     return AttemptSpec(
         key, Request(key.request_id, tuple(prompt), sampling, timeout_seconds=60.0), tuple(emitted)

@@ -252,3 +252,21 @@ def test_probes_compute_few_contexts() -> None:
     run_sequences(node, 12 * PROBE_INTERVAL_STEPS)
     computed = sum(batch.num_tokens for batch in model.batches) - before
     assert computed * 0.001 < 2 * MAX_PROBE_SHARE * 12 * PROBE_INTERVAL_STEPS * 0.01
+
+
+def test_a_bias_of_tokens_that_the_draft_model_lacks_is_left_out() -> None:
+    """Its logits may be fewer than those of the served model, whose ids a request may name."""
+    model = PacedDraftModel(VOCAB - 8)
+    node = make_node(model)
+    bias = ((3, 1.0), (VOCAB - 9, -1.0), (VOCAB - 8, 2.0), (VOCAB - 1, 5.0))
+    work = make_work("a", [1, 2, 3], 30, logit_bias=bias)
+    node.add_work(work)
+    node.run()
+    specs = [
+        slice_.sample_spec
+        for batch in model.batches
+        for slice_ in batch.slices
+        if slice_.sample_spec
+    ]
+    assert specs
+    assert {spec.params.logit_bias for spec in specs} == {bias[:2]}
