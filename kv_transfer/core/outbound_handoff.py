@@ -199,9 +199,7 @@ class OutboundHandoff:
     # writing
 
     def begin_write(self, now: float) -> tuple[OutgoingWrite | None, list[OutboundOutput]]:
-        """Take the next slabs to read and send, if some are ready and there is credit.
-
-        `finish_write` or `fail_write` must follow."""
+        """Take slabs to send, if there is credit. `finish_write` or `fail_write` must follow."""
         if self.state is not OutboundState.STREAMING or not (self.send_queue and self.window_bytes):
             return None, []
         slab = self.shape.slab_bytes
