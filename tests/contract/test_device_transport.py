@@ -32,6 +32,11 @@ class RunningSteps:
     def __init__(self) -> None:
         self.ended = False
         self.asked = 0
+        self.blocks: list[int] = []  # that are granted
+
+    def note_blocks(self, blocks: Sequence[int]) -> "RunningSteps":
+        self.blocks += blocks
+        return self
 
     def has_ended(self) -> bool:
         self.asked += 1
@@ -41,7 +46,7 @@ class RunningSteps:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> RunningSteps:
     found = RunningSteps()
-    monkeypatch.setattr(HostMemory, "mark_queued_work", lambda _: found)
+    monkeypatch.setattr(HostMemory, "mark_queued_work", lambda _, blocks: found.note_blocks(blocks))
     return found
 
 
@@ -51,6 +56,7 @@ def test_nothing_is_written_before_decodes_own_steps_have_left_the_blocks(
     with device_pair(tmp_path) as pair:
         key, ticket = pair.start_handoff([1, 2], BLOCKS)
         wait_until(lambda: steps.asked > 3)
+        assert steps.blocks == BLOCKS
         assert pair.is_untouched(BLOCKS)
         assert pair.outbound.counters().get("messages_written", 0) == 0
         steps.ended = True
