@@ -44,6 +44,7 @@ class KVReceiver:
         `device` is the memory that the node computes in, if peers may write to it."""
         self._device, self._export = device, export_device(device, fences)
         self._copier = SlabCopier(arena, layout)
+        self._block_bytes = layout.block_bytes
         self._link, self._fences = link, fences
         self._host_id = host_id
         self._settings = settings
@@ -101,7 +102,8 @@ class KVReceiver:
             raise ValueError(
                 f"ticket {ticket.id} ({ticket.transport}) names blocks that are not in this arena"
             )
-        steps = None if device is None else device.mark_queued_work()
+        blocks = [offset // self._block_bytes for offset in ticket.block_offsets]
+        steps = None if device is None else device.mark_queued_work(blocks)
         if not self._thread.post_command(lambda: self._loop.grant_ticket(ticket, steps)):
             self._emit(
                 InboundLost(

@@ -279,7 +279,7 @@ class SenderLoop:
         if link is not None and link.is_full:
             return False
         started = self._clock()
-        write, outputs = handoff.machine.begin_write()
+        write, outputs = handoff.machine.begin_write(started)
         self._apply_outputs(handoff, outputs)
         if write is None:
             return False

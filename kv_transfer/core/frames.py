@@ -17,6 +17,7 @@ from baton.types import TokenLogprobs
 from kv_transfer.core.slabs import SlabRange
 
 PROTOCOL_VERSION: Final = 2
+OLDEST_WRITER_VERSION: Final = 1  # whose Open has no `writer_process`
 # Bytes that a writer may send before decode's first Credit.
 INITIAL_WINDOW_BYTES: Final = 1 << 20
 MAX_HEADER_BYTES: Final = 16 << 20  # bounds Seal's token list; every other frame is under 1 KiB
@@ -55,7 +56,7 @@ class OpenFrame(Frame, frozen=True, tag="open"):
     window_bytes: Size  # credit asked for
     host_id: Text  # the writer's host
     # The file by which the end of the writer's process is proven; empty if no device writes.
-    writer_process: Text
+    writer_process: Text = ""
 
 
 class WriteFrame(Frame, frozen=True, tag="write"):

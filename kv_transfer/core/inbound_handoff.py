@@ -103,11 +103,11 @@ class InboundHandoff:
     def on_open(self, frame: frames.OpenFrame, now: float) -> list[InboundOutput]:
         if (answer := self._screen_frame(frame, now)) is not None:
             return answer
-        if frame.version != frames.PROTOCOL_VERSION:
+        if not frames.OLDEST_WRITER_VERSION <= frame.version <= frames.PROTOCOL_VERSION:
             return self._lose(
                 LayoutMismatch(
                     f"the writer speaks transfer protocol {frame.version}, "
-                    f"decode {frames.PROTOCOL_VERSION}"
+                    f"decode {frames.OLDEST_WRITER_VERSION} to {frames.PROTOCOL_VERSION}"
                 )
             )
         writer_shape = (frame.num_layers, frame.slab_bytes)

@@ -198,10 +198,8 @@ class OutboundHandoff:
 
     # writing
 
-    def begin_write(self) -> tuple[OutgoingWrite | None, list[OutboundOutput]]:
-        """Take the next slabs to read and send, if some are ready and there is credit.
-
-        `finish_write` or `fail_write` must follow."""
+    def begin_write(self, now: float) -> tuple[OutgoingWrite | None, list[OutboundOutput]]:
+        """Take slabs to send, if there is credit. `finish_write` or `fail_write` must follow."""
         if self.state is not OutboundState.STREAMING or not (self.send_queue and self.window_bytes):
             return None, []
         slab = self.shape.slab_bytes
@@ -213,6 +211,8 @@ class OutboundHandoff:
         write, self.send_queue = split_next_write(
             self.send_queue, max(1, room // slab), self.settings.layers_per_message
         )
+        if not self.unacked_bytes:
+            self.last_progress_at = now  # decode had nothing to answer until now
         self.sent_slabs |= self.grid.bitmask(write.slab_range)
         self.unacked_bytes += write.slab_range.num_slabs * slab
         self.writes_in_flight += 1

@@ -29,6 +29,7 @@ from kv_transfer.device.device_memory import (
 )
 
 CUDA_DEVICE = "cuda"
+VoidLoads = Callable[[Sequence[int]], None]
 _WORD_BYTES = 8
 # Copies of single layers overlap: on an H200 they reach 77% of a contiguous copy, and 49% with one.
 _COPY_STREAMS = 4
@@ -93,9 +94,11 @@ class CudaMemory:
         writer_name: str,
         *,
         receives: bool,
+        void_loads: VoidLoads = lambda _: None,
     ) -> None:
         """`writer_name`: that of the published ProvableWriter, empty if peers are not written to.
 
+        `void_loads` lets no earlier load from host memory change blocks; see GpuEngine.void_loads.
         Raises UnmappableSegment for slabs that the kernel cannot copy, and CudaError.
         """
         if layout.slab_bytes % _WORD_BYTES:
@@ -108,6 +111,7 @@ class CudaMemory:
         self._slab_words = layout.slab_bytes // _WORD_BYTES
         self._block_words = layout.block_bytes // _WORD_BYTES
         self.writer_name = writer_name
+        self._void_loads = void_loads
         self._driver = CudaDriver(arena.device.index or 0)
         self._slots = LaunchSlots()
         with torch.cuda.device(self._device):
@@ -183,8 +187,9 @@ class CudaMemory:
         except CudaError:
             return
 
-    def mark_queued_work(self) -> CudaQueuedWork:
+    def mark_queued_work(self, blocks: Sequence[int]) -> CudaQueuedWork:
         with _device_errors(), torch.cuda.device(self._device):
+            self._void_loads(blocks)
             event = torch.cuda.Event()
             event.record()
             return CudaQueuedWork(event)

@@ -107,8 +107,11 @@ class TransferDevice(Protocol):
         """Whether a device can write to memory of the device with that identity."""
         ...
 
-    def mark_queued_work(self) -> QueuedWork:
-        """What is queued by the calling thread, which computes in this memory."""
+    def mark_queued_work(self, blocks: Sequence[int]) -> QueuedWork:
+        """What is queued by the calling thread, which computes in this memory.
+
+        Nothing else of this node changes these blocks, until the thread uses them again.
+        """
         ...
 
     def check_slabs(

@@ -139,8 +139,8 @@ class DeviceWriter:
 
         def end_write(result: int | DeviceFailed) -> None:
             self.num_in_flight -= 1
+            on_end(result)  # releases the ticket's byte in a file that the next line may close
             peer.end_write()
-            on_end(result)
 
         peer.begin_write(
             write,

@@ -127,7 +127,7 @@ class HostMemory:
     def can_open(self, export_device: str) -> bool:
         return export_device == HOST_DEVICE
 
-    def mark_queued_work(self) -> NoQueuedWork:
+    def mark_queued_work(self, blocks: Sequence[int]) -> NoQueuedWork:
         return NoQueuedWork()
 
     def check_slabs(

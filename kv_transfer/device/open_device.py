@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -40,7 +41,10 @@ class _HasDeviceArena(Protocol):
     """An engine that computes in the memory of a GPU."""
 
     @property
+    def layout(self) -> KVLayout: ...
+    @property
     def device_arena(self) -> "torch.Tensor": ...
+    def void_loads(self, blocks: Sequence[int]) -> None: ...
 
 
 class _HasKVLayout(Protocol):
@@ -74,8 +78,7 @@ def open_device(
     if writer is None:
         return None
     if isinstance(engine, _HasDeviceArena):
-        arguments = engine.layout, engine.device_arena, arena.num_blocks, writer
-        device = open_cuda_device(config, *arguments)
+        device = open_cuda_device(config, engine, arena.num_blocks, writer)
     else:
         device = open_host_device(config, engine.layout, arena, writer)
     if device is not None:
@@ -104,11 +107,7 @@ def open_host_device(
 
 
 def open_cuda_device(
-    config: NodeConfig,
-    layout: KVLayout,
-    arena: "torch.Tensor",
-    num_blocks: int,
-    writer: ProvableWriter,
+    config: NodeConfig, engine: _HasDeviceArena, num_blocks: int, writer: ProvableWriter
 ) -> TransferDevice | None:
     """The device memory of a node on a GPU; None if it can neither write nor be written to.
 
@@ -117,7 +116,8 @@ def open_cuda_device(
     """
     from kv_transfer.device.cuda_memory import CudaMemory
 
-    index, reasons = arena.device.index or 0, []
+    arena, reasons = engine.device_arena, []
+    index = arena.device.index or 0
     try:
         _require_no_mps()
         writer.publish(f"cuda {CudaDriver(index).device_uuid()}", Path(UVM_FILE))
@@ -129,7 +129,14 @@ def open_cuda_device(
     memory = None
     if writer.name or receives:
         try:
-            memory = CudaMemory(arena, num_blocks, layout, writer.name, receives=receives)
+            memory = CudaMemory(
+                arena,
+                num_blocks,
+                engine.layout,
+                writer.name,
+                receives=receives,
+                void_loads=engine.void_loads,
+            )
             memory.export_arena()
             memory.warm_up()
         except (UnmappableSegment, DeviceFailed, CudaError) as error:

@@ -9,11 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import Cancelled, UnmappableSegment
+from baton.errors import Cancelled, PeerUnreachable, UnmappableSegment
 from kv_transfer.core.slabs import SlabRange
 from kv_transfer.device.device_memory import DeviceFailed, OnChecksum
 from kv_transfer.device.host_memory import HostMemory, HostPeerMemory
-from kv_transfer.plane import InboundLost, InboundSealed, OutboundAborted, OutboundCommitted
+from kv_transfer.plane import (
+    InboundFenced,
+    InboundLost,
+    InboundSealed,
+    OutboundAborted,
+    OutboundCommitted,
+)
 from tests.contract.raw_writer import RawWriter
 from tests.contract.transfer_pair import FAST_SETTINGS, TransferPair, transfer_pair, wait_until
 
@@ -32,6 +38,11 @@ class RunningSteps:
     def __init__(self) -> None:
         self.ended = False
         self.asked = 0
+        self.blocks: list[int] = []  # that are granted
+
+    def note_blocks(self, blocks: Sequence[int]) -> "RunningSteps":
+        self.blocks += blocks
+        return self
 
     def has_ended(self) -> bool:
         self.asked += 1
@@ -41,7 +52,7 @@ class RunningSteps:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> RunningSteps:
     found = RunningSteps()
-    monkeypatch.setattr(HostMemory, "mark_queued_work", lambda _: found)
+    monkeypatch.setattr(HostMemory, "mark_queued_work", lambda _, blocks: found.note_blocks(blocks))
     return found
 
 
@@ -51,6 +62,7 @@ def test_nothing_is_written_before_decodes_own_steps_have_left_the_blocks(
     with device_pair(tmp_path) as pair:
         key, ticket = pair.start_handoff([1, 2], BLOCKS)
         wait_until(lambda: steps.asked > 3)
+        assert steps.blocks == BLOCKS
         assert pair.is_untouched(BLOCKS)
         assert pair.outbound.counters().get("messages_written", 0) == 0
         steps.ended = True
@@ -191,3 +203,27 @@ def test_messages_of_a_device_are_larger(tmp_path: Path) -> None:
         assert pair.outbound.counters()["messages_written"] <= pair.layout.num_layers
         assert pair.prefill_events.drain_unexpected() == []
         assert OutboundCommitted is not None
+
+
+def test_decode_that_is_lost_during_a_write_ends_one_hand_off_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its arena is unmapped, and its fence file closed, once the write has ended."""
+    held: list[OnChecksum] = []
+    with device_pair(tmp_path) as pair:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                HostPeerMemory,
+                "write_slabs",
+                lambda self, slabs, source, target, on_done, **_: held.append(on_done),
+            )
+            key, ticket = pair.start_handoff([1, 2], BLOCKS)
+            wait_until(lambda: len(held) == 1)
+            pair.outbound.on_peer_gone(pair.decode_address.incarnation)
+            pair.inbound.revoke_ticket(ticket.id, Cancelled("the node leaves"))
+            lost = pair.decode_events.expect_event(InboundLost)
+            assert (lost.ticket_id, lost.is_fenced) == (ticket.id, False)
+            held[0](1)
+            pair.expect_aborted(key, PeerUnreachable)
+            assert pair.decode_events.expect_event(InboundFenced).ticket_id == ticket.id
+        pair.check_full_handoff()

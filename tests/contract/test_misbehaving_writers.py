@@ -16,6 +16,7 @@ from baton.errors import (
     HandoffFailed,
     IncompleteTransfer,
     LayoutMismatch,
+    UnmappableSegment,
 )
 from kv_transfer.core import frames
 from kv_transfer.core.slabs import SlabRange
@@ -177,6 +178,25 @@ def test_another_geometry_or_protocol_is_refused_by_name(
         writer.send(msgspec.structs.replace(right, **wrong))
         pair.expect_lost(ticket, LayoutMismatch)
         writer.expect_refused("layout_mismatch")
+
+
+def test_the_open_of_an_older_writer_is_taken_but_for_a_device(pair: TransferPair) -> None:
+    """Version 1 names no process: nodes are upgraded one by one, decode nodes first."""
+    ticket = pair.grant_ticket(pair.new_key(), BLOCKS)
+    with RawWriter(pair, ticket) as writer:
+        slab_bytes = pair.layout.slab_bytes
+        older = ("open", *writer.frame_ids, 1, pair.layout.num_layers, slab_bytes, 1 << 20, "host")
+        writer.send_bytes(msgspec.msgpack.encode(older))
+        if pair.backend == "cuda_ipc":
+            pair.expect_lost(ticket, UnmappableSegment)
+            writer.expect_refused("unmappable")
+            return
+        assert isinstance(writer.receive_frame(), frames.CreditFrame)
+        slabs = SlabRange(0, pair.layout.num_layers, 0, len(BLOCKS))
+        writer.send_write(slabs)
+        writer.send_seal()
+        assert pair.decode_events.expect_event(InboundSealed).ticket_id == ticket.id
+        pair.inbound.commit_ticket(ticket.id)
 
 
 def test_payload_present_or_missing_against_the_frame(

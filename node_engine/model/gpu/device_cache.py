@@ -56,6 +56,14 @@ class DeviceCache:
         """Others wrote these blocks in host memory: the next step copies them to the device."""
         self._unloaded_blocks.update(dict.fromkeys(blocks))
 
+    def void_loads(self, blocks: Sequence[int]) -> None:
+        """Drop the marks of blocks that a peer writes on the device, and wait for their loads."""
+        for block in blocks:
+            self._unloaded_blocks.pop(BlockIndex(block), None)
+        copies = self._side_copies
+        if copies is not None and not copies.find_loading_blocks().isdisjoint(blocks):
+            copies.wait_for_loads()
+
     def load_marked_blocks(self) -> None:
         """Queue the copies of blocks that were marked since the last call, beside running steps."""
         if not self._unloaded_blocks:

@@ -100,6 +100,14 @@ class GpuEngine(BaseEngine):
         """See Engine.load_blocks. The next step begins the copies."""
         self._bound_memory.mark_host_written(blocks)
 
+    def void_loads(self, blocks: Sequence[int]) -> None:
+        """Let no earlier `load_blocks` change these blocks, which a peer writes on the device.
+
+        What has begun already ends before what is launched from now on. Raises DeviceLost.
+        """
+        with translate_device_errors():
+            self._bound_memory.void_loads(blocks)
+
     def save_blocks(self, blocks: Sequence[BlockIndex]) -> Future[None]:
         """See Engine.save_blocks."""
         with torch.inference_mode(), translate_device_errors():

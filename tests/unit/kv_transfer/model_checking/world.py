@@ -133,7 +133,7 @@ class HandoffWorld(WorldFaults):
         )
 
     def do_begin_write(self, writer: int) -> None:
-        write, outputs = self._own_outbound(writer).begin_write()
+        write, outputs = self._own_outbound(writer).begin_write(0.0)
         self._apply_outbound_outputs(writer, outputs)
         self.writes_in_flight[writer] = write
 
