@@ -53,7 +53,7 @@ class WriterProcess:
             cwd=ROOT,
             env={
                 **os.environ,
-                "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *sys.path]),
                 "BATON_FAILPOINTS": failpoints,
             },
         )

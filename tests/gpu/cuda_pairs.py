@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from numpy.typing import NDArray
 
@@ -69,3 +70,11 @@ def make_cuda_pair(
 
 
 DEVICE_PAIRS.make = make_cuda_pair
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out writers in a process of their own, which has memory of the host."""
+    reason = "tests/gpu/test_fencing_on_gpu.py kills and stops writers with memory of a GPU"
+    for item in items:
+        if item.path.stem == "test_frozen_writers":
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -157,6 +157,7 @@ def test_an_engine_in_the_process_has_a_draft_model(folder: Path, tmp_path: Path
     own: dict[str, Any] = {
         "dtype": "float32",
         "threads": "1",
+        "device": "cpu",
         "kv_memory": "8MiB",
         "segment_dir": str(tmp_path),
     }

@@ -60,11 +60,11 @@ async def test_tools_and_reasoning_are_parsed_in_the_process_as_by_a_cluster(
 ) -> None:
     model = tmp_path / "scripted"
     build_scripted_model(model, SCRIPTS)
-    own: dict[str, Any] = {"dtype": "float32", "threads": "1", "kv_memory": "8MiB"}
-    async with Cluster(tmp_path, model=str(model), dtype="float32", threads="1", **PARSERS) as one:
+    own: dict[str, Any] = {"dtype": "float32", "threads": "1", "device": "cpu"}
+    async with Cluster(tmp_path, model=str(model), **own, **PARSERS) as one:
         with LLM(one.http_url) as remote:
             served = await asyncio.to_thread(ask_everything, remote)
-    with LLM(str(model), segment_dir=str(tmp_path), **own, **PARSERS) as llm:
+    with LLM(str(model), segment_dir=str(tmp_path), kv_memory="8MiB", **own, **PARSERS) as llm:
         local = await asyncio.to_thread(ask_everything, llm)
     for output in (*served, *local):
         for each in output.tool_calls:
