@@ -6,6 +6,7 @@ time, the rule does not hold here, and no peer may write into this node's device
 """
 
 import os
+import select
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from kv_transfer.device.writer_process import WriterProof
 _REGION_BYTES = 1 << 16
 _PROOF_SECONDS = 1.0  # for the proof after the kill; 0.05 to 0.1 on an idle host
 _WATCH_SECONDS = 0.03  # twice the longest time that a running kernel wrote on after a kill
+_ANSWER_SECONDS = 20.0  # for the writer to start: it may have to wait for the driver
 _START_SECONDS = 10.0
 _POLL_SECONDS = 0.002
 _WRITE_SECONDS = 20.0  # for which the writer writes if nobody kills it
@@ -100,6 +102,8 @@ class SlowWriter:
     def _read_line(self) -> str:
         assert self.process.stdout is not None
         assert self.process.stderr is not None
+        if not select.select([self.process.stdout], [], [], _ANSWER_SECONDS)[0]:
+            raise FenceFailed(f"the writer of the self-test gave no answer for {_ANSWER_SECONDS} s")
         line = self.process.stdout.readline().strip()
         if not line:
             self.process.kill()
