@@ -3,6 +3,7 @@
 import fcntl
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,8 @@ class BatchOutput:
             raise
         self._synced_bytes = self._complete_bytes  # that the disk has, and all of earlier runs
         self._is_torn = False  # the file ends with a part of a line
+        self._sync_lock = threading.Lock()
+        self._sync_failure: OutputFailed | None = None  # with lines that are not cut yet
 
     def read_answers(self) -> Iterator[tuple[int, AnswerKey]]:
         """Yield the number and the key of each line. A last line that is torn is removed.
@@ -80,25 +83,29 @@ class BatchOutput:
 
     def sync(self) -> None:
         """Bring the lines to the disk. May be called on any thread. Raises OutputFailed."""
-        complete_bytes = self._complete_bytes
-        try:
-            os.fsync(self._fd)
-        except OSError as error:
-            raise OutputFailed(
-                f"{self._path} cannot be brought to the disk ({error.strerror}): when that is"
-                " mended, run the same command again, which goes on where this one ends"
-            ) from None
-        self._synced_bytes = complete_bytes
+        with self._sync_lock:  # a call that nobody waits for any more may be running
+            if self._sync_failure is not None:
+                raise self._sync_failure
+            complete_bytes = self._complete_bytes
+            try:
+                os.fsync(self._fd)
+            except OSError as error:
+                self._sync_failure = OutputFailed(
+                    f"{self._path} cannot be brought to the disk ({error.strerror}): when that is"
+                    " mended, run the same command again, which goes on where this one ends"
+                )
+                raise self._sync_failure from None
+            self._synced_bytes = complete_bytes
 
     def cut_unsynced_lines(self) -> None:
         """Remove lines of this run that the disk may lack, after `sync` has failed.
-
 
         The kernel reports such a failure once, and then takes them for written. Raises
         OutputFailed.
         """
         self._complete_bytes = self._synced_bytes
         self._cut_torn_line()
+        self._sync_failure = None
 
     def close(self) -> None:
         """Bring the answers to the disk and close the file. Raises OutputFailed."""

@@ -107,3 +107,26 @@ def test_two_batches_do_not_write_one_file(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"out.jsonl cannot be opened: No such file"):
         BatchOutput(tmp_path / "missing" / "out.jsonl")
+
+
+def test_a_failure_that_nobody_heard_of_is_told_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reports it to one call only, whose caller may have been cancelled."""
+    path = tmp_path / "out.jsonl"
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    output = BatchOutput(path)
+    list(output.read_answers())
+    output.append(LINE)
+    output.sync()
+    output.append(OTHER)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(OutputFailed):
+            output.sync()
+    with pytest.raises(OutputFailed, match="cannot be brought to the disk"):
+        output.close()
+    assert path.read_bytes() == LINE
