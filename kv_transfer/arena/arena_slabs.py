@@ -82,7 +82,11 @@ class ArenaSlabs:
         return copy(self._address, rows.ctypes.data, None, None, len(rows), self._slab_bytes)
 
     def copy_to(self, rows: RowIndices, target: "ArenaSlabs", target_rows: RowIndices) -> int:
-        """Copy slabs to as many rows of another arena of equal slabs. Returns their XXH3."""
+        """Copy slabs to as many rows of another arena of equal slabs. Returns their XXH3.
+
+        Raises ValueError for another number of rows."""
+        if len(rows) != len(target_rows):
+            raise ValueError(f"{len(rows)} slabs for {len(target_rows)} rows")
         copy = find_native_copy(len(rows), self._slab_bytes)
         if copy is None:
             payload, checksum = self.gather_with_checksum(rows)

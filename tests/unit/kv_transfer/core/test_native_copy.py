@@ -72,3 +72,10 @@ def test_what_the_library_does_not_hash_is_left_to_xxhash(
     slabs: int, slab_bytes: int, is_native: bool
 ) -> None:
     assert (native_copy.find_native_copy(slabs, slab_bytes) is not None) == is_native
+
+
+def test_rows_without_a_place_are_refused() -> None:
+    """The native library would read places behind the end of the list."""
+    source, target = make_arena(make_layout(4), 1), make_arena(make_layout(4), 2)
+    with pytest.raises(ValueError, match="3 slabs for 2 rows"):
+        source.copy_to(np.array([5, 0, 7], np.intp), target, np.array([1, 2], np.intp))
