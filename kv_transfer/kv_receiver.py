@@ -43,8 +43,7 @@ class KVReceiver:
         `fences` are the arena's, None if it is not a segment: then no writer may be one-sided.
         `device` is the memory that the node computes in, if peers may write to it."""
         self._device, self._export = device, export_device(device, fences)
-        self._copier = SlabCopier(arena, layout)
-        self._block_bytes = layout.block_bytes
+        self._copier, self._block_bytes = SlabCopier(arena, layout), layout.block_bytes
         self._link, self._fences = link, fences
         self._host_id = host_id
         self._settings = settings

@@ -1,6 +1,7 @@
 """When a node's device takes part in KV transfer, and what is said when it does not."""
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,8 @@ class HostEngine:
 class DeviceEngine:
     layout: KVLayout
     device_arena: torch.Tensor
+
+    def void_loads(self, blocks: Sequence[int]) -> None: ...
 
 
 @pytest.fixture
