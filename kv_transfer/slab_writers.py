@@ -170,13 +170,19 @@ class SlabWriters:
         action: FailpointAction | None,
         on_end: OnWritten,
     ) -> None:
+        arena = path.peer_arena
+
         def end_read(result: memoryview | DeviceFailed) -> None:
             if isinstance(result, DeviceFailed):
                 on_end(result)
             else:
                 on_end(self._place(path, write, *finish_payload(result, action)))
+            if arena is not None:
+                self._arenas.end_write(arena)
 
         device.start_read(write, end_read)
+        if arena is not None:
+            arena.writes_in_flight += 1
 
     def _place(
         self,

@@ -24,6 +24,8 @@ class PeerArena:
             self.fences.close()
             raise
         self.owner_incarnation = Incarnation("")
+        self.writes_in_flight = 0  # whose slabs a device reads first
+        self.is_owner_gone = False
 
 
 class TicketLock:
@@ -65,7 +67,7 @@ class PeerArenas:
             raise UnmappableSegment(
                 f"segment {segment.name} has no such blocks as ticket {ticket.id} names"
             )
-        arena.owner_incarnation = segment.incarnation
+        arena.owner_incarnation, arena.is_owner_gone = segment.incarnation, False
         return arena
 
     def _map(self, segment: str) -> PeerArena:
@@ -75,11 +77,20 @@ class PeerArenas:
         return arena
 
     def unmap_peer(self, owner: Incarnation) -> None:
-        """Unmap the arenas of a peer that is gone. Nothing is being written to them."""
-        for segment in [
-            segment for segment, arena in self._arenas.items() if arena.owner_incarnation == owner
-        ]:
-            self._arenas.pop(segment).fences.close()
+        """Unmap the arenas of a peer that is gone, once nothing is being written to them."""
+        for arena in self._arenas.values():
+            arena.is_owner_gone |= arena.owner_incarnation == owner
+        self._unmap_unused()
+
+    def end_write(self, arena: PeerArena) -> None:
+        """A write of `writes_in_flight` has ended, and has released its ticket's byte."""
+        arena.writes_in_flight -= 1
+        self._unmap_unused()
+
+    def _unmap_unused(self) -> None:
+        for segment, arena in list(self._arenas.items()):
+            if arena.is_owner_gone and not arena.writes_in_flight:
+                self._arenas.pop(segment).fences.close()
 
     def close(self) -> None:
         for arena in self._arenas.values():

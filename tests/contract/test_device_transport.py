@@ -3,7 +3,7 @@
 Device memory is the host's here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -224,6 +224,36 @@ def test_decode_that_is_lost_during_a_write_ends_one_hand_off_only(
             lost = pair.decode_events.expect_event(InboundLost)
             assert (lost.ticket_id, lost.is_fenced) == (ticket.id, False)
             held[0](1)
+            pair.expect_aborted(key, PeerUnreachable)
+            assert pair.decode_events.expect_event(InboundFenced).ticket_id == ticket.id
+        pair.check_full_handoff()
+
+
+def test_decode_that_is_lost_while_slabs_are_staged_has_a_fence_until_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device copies them to host memory, and then they are copied to decode's segment."""
+    held: list[Callable[[], None]] = []
+    read = HostMemory.read_slabs
+    with device_pair(tmp_path) as pair:
+        pair.backend = "shm"
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                HostMemory,
+                "read_slabs",
+                lambda self, *arguments: held.append(lambda: read(self, *arguments)),
+            )
+            key, ticket = pair.start_handoff([1, 2], BLOCKS)
+            wait_until(lambda: len(held) > 0)
+            pair.outbound.on_peer_gone(pair.decode_address.incarnation)
+            other = pair.open_handoff(1)
+            pair.outbound.abort_handoff(other, Cancelled("ends when the loss was handled"))
+            pair.expect_aborted(other, Cancelled)
+            pair.inbound.revoke_ticket(ticket.id, Cancelled("the node leaves"))
+            lost = pair.decode_events.expect_event(InboundLost)
+            assert (lost.ticket_id, lost.is_fenced) == (ticket.id, False)
+            while held:
+                held.pop()()
             pair.expect_aborted(key, PeerUnreachable)
             assert pair.decode_events.expect_event(InboundFenced).ticket_id == ticket.id
         pair.check_full_handoff()
