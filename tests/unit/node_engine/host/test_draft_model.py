@@ -11,9 +11,10 @@ import pytest
 from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError
 from baton.shared_memory.available_memory import AvailableMemory
-from baton.types import Role
+from baton.types import Role, SamplingParams
 from node_engine.core.scheduling.step_limits import StepLimits
-from node_engine.core.speculation.model_drafter import ModelDrafter
+from node_engine.core.speculation.model_drafter import DraftOrder, ModelDrafter
+from node_engine.core.step.step_batch import SampleSpec, SequenceId
 from node_engine.host.assemble import choose_step_limits, run_node
 from node_engine.host.draft_model import CACHE_SHARE, build_drafter, check_draft_settings
 from node_engine.host.engine_factory import build_engine
@@ -127,3 +128,20 @@ def test_the_cache_is_a_part_of_the_nodes(
     )
     with pytest.raises(ConfigError, match=r"bytes, and 1000 are usable \(left in a test\)"):
         load_drafter(config)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), IndexError("out of range"), RuntimeError("x")])
+def test_no_error_of_the_draft_model_ends_the_node(
+    model: Path, tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, _ = load_drafter(make_config(model, tmp_path))
+    assert drafter is not None
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("node_engine.model.cpu.native_engine.NativeEngine.run", fail)
+    params = SamplingParams(1, temperature=0.0)
+    order = DraftOrder(SequenceId(0), [1, 2], lambda: True, 2, lambda _: SampleSpec(params, 0, 2))
+    assert drafter.draft_tokens([order]) == [[]]
+    assert drafter.count_possible_tokens(2) == 0, "it is not used any more"
