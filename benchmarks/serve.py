@@ -89,12 +89,18 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", default="", help="Poisson arrivals a second, separated by commas")
     parser.add_argument(
         "--prompt",
-        default="256",
-        help="tokens: N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MOST] (default 256)",
+        default="",
+        help="tokens: N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MOST]"
+        " (default 256; 64 with --speculative)",
     )
-    parser.add_argument("--output", default="64", help="tokens, likewise (default 64)")
     parser.add_argument(
-        "--requests", type=int, default=64, help="requests of a cell at most (default 64)"
+        "--output", default="", help="tokens, likewise (default 64; 256 with --speculative)"
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=0,
+        help="requests of a cell at most (default 64; 4 with --speculative)",
     )
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="seconds of a cell at most (default 60)"
@@ -152,6 +158,9 @@ async def run_cells(options: argparse.Namespace, console: Console, command: str)
     """Run all cells. Raises ValueError for bad options or an unusable endpoint."""
     if options.server or options.baton:
         return await peers.compare_servers(options, console, command)
+    prompt, output, requests = ("64", "256", 4) if options.speculative else ("256", "64", 64)
+    options.prompt, options.output = options.prompt or prompt, options.output or output
+    options.requests = options.requests or requests
     if options.speculative:
         return await speculation.compare_speculation(options, console, command)
     slo = parse_slo(options.slo)
