@@ -44,6 +44,8 @@ from benchmarks.scenarios import speculation
 
 HELP = "latency, throughput and goodput of any OpenAI-compatible endpoint"
 _WARM_UP = 2  # requests before the first cell
+# Unless options say otherwise; speculation has defaults of its own.
+_PROMPT, _OUTPUT, _REQUESTS = "256", "64", 64
 _WAVES_PER_CLIENT = 4  # least requests of each client in a cell of a sweep
 
 _HEADINGS = (
@@ -158,9 +160,6 @@ async def run_cells(options: argparse.Namespace, console: Console, command: str)
     """Run all cells. Raises ValueError for bad options or an unusable endpoint."""
     if options.server or options.baton:
         return await peers.compare_servers(options, console, command)
-    prompt, output, requests = ("64", "256", 4) if options.speculative else ("256", "64", 64)
-    options.prompt, options.output = options.prompt or prompt, options.output or output
-    options.requests = options.requests or requests
     if options.speculative:
         return await speculation.compare_speculation(options, console, command)
     slo = parse_slo(options.slo)
@@ -197,7 +196,8 @@ def plan_cells(options: argparse.Namespace, seed: str) -> list[ServeCell]:
         recorded = traces.read_trace(options.trace, options.limit)
         plan = traces.plan_from_trace(recorded, seed, options.speed, options.scale_lengths)
         return [ServeCell(traces.TraceReplay(options.trace.stem, options.speed), plan)]
-    prompt, output = schedule.parse_lengths(options.prompt), schedule.parse_lengths(options.output)
+    prompt = schedule.parse_lengths(options.prompt or _PROMPT)
+    output = schedule.parse_lengths(options.output or _OUTPUT)
     cells = []
     for load in parse_loads(
         options.sweep or options.concurrency, "" if options.sweep else options.rate
@@ -207,7 +207,7 @@ def plan_cells(options: argparse.Namespace, seed: str) -> list[ServeCell]:
             if options.sweep and isinstance(load, schedule.ClosedLoop)
             else 0
         )
-        count = max(options.requests, min_count)
+        count = max(options.requests or _REQUESTS, min_count)
         cells.append(
             ServeCell(load, schedule.plan_requests(load, prompt, output, count, f"{seed}/{load}"))
         )
@@ -237,7 +237,10 @@ def _sweep_rows(
     loads = [cell.load.concurrency for cell in cells if isinstance(cell.load, schedule.ClosedLoop)]
     points = [sweep.SweepPoint(load, result) for load, result in zip(loads, results, strict=True)]
     sweep.plot_sweep(
-        points, bound, options.plot, f"prompt {options.prompt}, output {options.output} tokens"
+        points,
+        bound,
+        options.plot,
+        f"prompt {options.prompt or _PROMPT}, output {options.output or _OUTPUT} tokens",
     )
     console.print(f"picture: {options.plot}")
     if bound is None:

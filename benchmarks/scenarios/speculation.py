@@ -59,6 +59,8 @@ _SETTINGS: Mapping[str, Any] = {
 }
 _TIMEOUT = 120.0  # seconds
 _WARM_UP = 2  # requests
+# Unless options say otherwise: an output repeats the passage several times.
+_PROMPT_TOKENS, _OUTPUT_TOKENS, _REQUESTS = 64, 256, 4
 
 
 @dataclass(slots=True)
@@ -182,10 +184,10 @@ async def _play_round(
     number: int,
 ) -> None:
     """Send the same prompts to both clusters, the one that is first in turns."""
-    prompt, output = int(options.prompt), int(options.output)
+    prompt, output = int(options.prompt or _PROMPT_TOKENS), int(options.output or _OUTPUT_TOKENS)
     plan = [
         PlannedRequest(0.0, prompt, output, seed=10_000 * number + place)
-        for place in range(options.requests)
+        for place in range(options.requests or _REQUESTS)
     ]
     for method in (OFF, ON) if number % 2 else (ON, OFF):
         served = clusters[method]

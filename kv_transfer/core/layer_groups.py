@@ -4,13 +4,14 @@ A step computes `num_layers` layers one after the other. A group of layers is an
 transfer plane when its last layer is computed, and is sent while the next group is computed. Small
 groups hide more of the transfer behind computing; each group costs the step an announcement, and
 each message costs the link a fixed time. With t seconds a layer, a an announcement, f a message and
-s a byte, a step of n groups of g layers with b bytes each has landed after
+s a byte, a group of g layers with b bytes each is computed in C = g t + a and sent in
+T(g) = messages(g) f + g b s. A step of n groups has landed after
 
-    max(L t + n a + T(last group),  g t + a + (n - 1) T(g) + T(last group))
-        compute decides              the link decides              T(g) = messages(g) f + g b s
+    max(L t + n a,  C + (n - 1) T(g),  (n - 1) C + T(g)) + T(last group)
 
-from its start: the completion time of a pipeline of two stages. Sending the step whole is g = L, so
-the best g is never predicted to be slower than that.
+from its start: the completion time of a pipeline of two stages, where computing decides, the link
+does, or the last but one group, if the last one is small. Sending the step whole is g = L, so the
+best g is never predicted to be slower than that.
 """
 
 import math
@@ -63,9 +64,12 @@ class LayeredStep:
         groups = -(-self.num_layers // group)
         last = self.num_layers - (groups - 1) * group
         computed = self.num_layers * self.layer_seconds + groups * self.announce_seconds
-        first = group * self.layer_seconds + self.announce_seconds
-        sent = first + (groups - 1) * link.transfer_seconds(group, self.layer_bytes)
-        landed = max(computed, sent) + link.transfer_seconds(last, self.layer_bytes)
+        free = 0.0  # when the link is free for the last group
+        if groups > 1:
+            first = group * self.layer_seconds + self.announce_seconds
+            transfer = link.transfer_seconds(group, self.layer_bytes)
+            free = max(first + (groups - 1) * transfer, (groups - 1) * first + transfer)
+        landed = max(computed, free) + link.transfer_seconds(last, self.layer_bytes)
         return max(computed, landed - self.slack_seconds)
 
 

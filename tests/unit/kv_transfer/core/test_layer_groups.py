@@ -41,10 +41,7 @@ def test_prediction_is_that_of_a_simulated_pipeline(
 ) -> None:
     group = min(group, step.num_layers)
     predicted, simulated = step.predict_seconds(group, link), simulate(step, link, group)
-    if step.num_layers % group == 0:
-        assert math.isclose(predicted, simulated, rel_tol=1e-9, abs_tol=1e-12)
-    else:  # the last group is computed sooner than the others
-        assert predicted >= simulated - 1e-9
+    assert math.isclose(predicted, simulated, rel_tol=1e-9, abs_tol=1e-12)
 
 
 @given(steps, links, seconds)
