@@ -108,10 +108,11 @@ class Publisher:
                     self._own_rows,
                     self._blocks_per_piece,
                     self._on_concluded,
+                    self._count_written,
                     job,
                     connection,
                     rows,
-                ).run(self._count_written)
+                ).run()
             except BatonError as error:
                 self._log.info("blocks not published", code=error.code, reason=error.message)
                 self._conclude_job(job, None)
@@ -150,21 +151,24 @@ class _PublishTask:
         own_rows: BlockRows,
         blocks_per_piece: int,
         on_concluded: OnConcluded,
+        count_written: Callable[[int], None],
         job: PublishJob,
         connection: PoolConnection,
         pool_rows: BlockRows,
     ) -> None:
+        """`count_written` gets numbers of published blocks, on the loop."""
         self._own_rows = own_rows
         self._blocks_per_piece = blocks_per_piece
         self._on_concluded = on_concluded
+        self._count_written = count_written
         self._job = job
         self._connection = connection
         self._pool_rows = pool_rows
         # The blocks published so far, pinned so that later pieces can follow them.
         self._held_hit: PoolHit | None = None
 
-    def run(self, count: Callable[[int], None]) -> None:
-        """Publish the blocks and conclude the job, or raise; `count` gets numbers of blocks."""
+    def run(self) -> None:
+        """Publish the blocks and conclude the job, or raise."""
         try:
             end = self._job.request.first_block
             while end < self._job.end_block:
@@ -175,7 +179,6 @@ class _PublishTask:
                 if granted.publication:
                     written = granted.first + len(granted.blocks)
                     self._copy_and_seal(granted, last=written < end or end == self._job.end_block)
-                    count(len(granted.blocks))
                     if written < end:
                         return
                 elif granted.first < end:  # no room, or a block before them was evicted
@@ -212,7 +215,7 @@ class _PublishTask:
         question = pb.PoolQuestion(
             seal={"publication": granted.publication, "checksums": checksums}
         )
-        self._send_and_hold(question, last=last)
+        self._send_and_hold(question, last=last, written=len(granted.blocks))
 
     def _copy_block(self, number: int, block: int) -> int:
         """Copy one block to the pool; returns the checksum of the source."""
@@ -236,16 +239,17 @@ class _PublishTask:
         held_hit, self._held_hit = self._held_hit, None
         self._connection.call_on_loop(lambda: self._on_concluded(self._job, held_hit))
 
-    def _send_and_hold(self, question: pb.PoolQuestion, *, last: bool) -> None:
+    def _send_and_hold(self, question: pb.PoolQuestion, *, last: bool, written: int = 0) -> None:
         hit = self._connection.send_and_wait(
-            question, lambda answer: self._on_answer(answer, last=last)
+            question, lambda answer: self._on_answer(answer, last=last, written=written)
         )
         self._release_held()
         self._held_hit = None if last else hit
 
-    def _on_answer(self, answer: pb.PoolAnswer, *, last: bool) -> PoolHit:
+    def _on_answer(self, answer: pb.PoolAnswer, *, last: bool, written: int) -> PoolHit:
         """Register the pool's answer, on the loop, and conclude the job if it is the last."""
         hit = self._connection.attachment.register_hit(answer.found)
+        self._count_written(written)  # before the conclusion, whose receiver may read the count
         if last:
             self._on_concluded(self._job, hit if hit.blocks else None)
         return hit

@@ -10,7 +10,15 @@ from baton.kv.blocks import root_hash
 from baton.kv.pool_types import PoolHit
 from kv_pool.common.protocol import RETRY_SECONDS
 from tests.pool.conftest import PoolTestHost
-from tests.pool.harness import DIGEST, LAYOUT, PoolNode, expected_blocks, make_tokens, wait_until
+from tests.pool.harness import (
+    DIGEST,
+    LAYOUT,
+    TIMEOUT_SECONDS,
+    PoolNode,
+    expected_blocks,
+    make_tokens,
+    wait_until,
+)
 from tests.pool.harness import run_pool_node as other_node
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -89,6 +97,22 @@ async def test_blocks_already_in_the_pool_are_not_copied_again(host: PoolTestHos
     for node, hit in ((first, there), (second, rest), (first, again)):
         node.release_hit(hit)
     await host.registrar.wait_for_ledger()
+
+
+async def test_published_blocks_are_counted_when_the_publication_ends(host: PoolTestHost) -> None:
+    node = await host.start_node()
+    tokens = make_tokens(next(_SEEDS), 3)
+    ended: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    def on_done(hit: PoolHit | None) -> None:
+        assert hit is not None
+        node.release_hit(hit)
+        ended.set_result(node.client.counters()["baton_pool_published_blocks_total"])
+
+    request = node.make_publish_request(tokens, node.fill_blocks(tokens), on_done)
+    assert node.client.publish_blocks(request)
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        assert await ended == 3
 
 
 async def test_publisher_needs_only_the_missing_blocks(host: PoolTestHost) -> None:
