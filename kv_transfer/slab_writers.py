@@ -44,7 +44,11 @@ class WritePath:
 
 @dataclass(frozen=True, slots=True)
 class WrittenSlabs:
-    """A write that has ended: its source was read, and if it is one-sided the slabs are there."""
+    """The result of a completed write of KV slabs.
+
+    The slabs were read from the own arena. Over a one-sided transport they are in the peer's arena;
+    otherwise `payload` is still to be sent.
+    """
 
     checksum: int
     payload: memoryview | None  # to be sent, if it travels inline

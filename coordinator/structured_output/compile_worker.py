@@ -159,7 +159,7 @@ class Child:
     reply: bytearray  # what was read of it so far
 
 
-class CompileWorker:
+class GrammarCompileWorker:
     """Runs jobs in forks of this process, as many at once as there are."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
@@ -295,7 +295,7 @@ def main() -> None:
         return
     write_all(1, encode_frame(Verdict(0)))
     os.nice(_NICENESS)
-    worker = CompileWorker(tokenizer)
+    worker = GrammarCompileWorker(tokenizer)
     try:
         worker.run()
     finally:

@@ -87,7 +87,8 @@ class TransferDevice(Protocol):
 
     @property
     def driver_file(self) -> Path:
-        """The file that writers to this memory lock; see ProvableWriter."""
+        """The driver's device file. A process that writes to this memory holds a lock on it; see
+        ProvableWriter."""
         ...
 
     @property

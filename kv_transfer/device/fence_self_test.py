@@ -148,10 +148,10 @@ def kill_and_watch(
         if now > proof_seconds:
             raise FenceFailed(f"the end of a killed writer was not proven in {proof_seconds} s")
         writer.process.poll()
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)  # nothing signals a change of device memory by another process
     proven_at = time.monotonic() - killed_at
     at_proof = writer.read_region()
-    time.sleep(watch_seconds)
+    time.sleep(watch_seconds)  # for a late write, which would show that the proof is none
     return FenceTrial(proven_at, changed_at, writer.read_region() != at_proof)
 
 
@@ -177,4 +177,4 @@ def _wait_for_change(writer: SlowWriter, before: bytes) -> None:
     while writer.read_region() == before:
         if time.monotonic() > deadline:
             raise FenceFailed("the writer of the self-test wrote nothing that is seen here")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)  # nothing signals a change of device memory

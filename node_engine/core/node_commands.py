@@ -5,9 +5,15 @@ Orders come from the coordinator (`baton/cluster_link/messages.py`); the rest is
 
 from dataclasses import dataclass
 
-from baton.cluster_link.messages import DecodeOrder, NodeOrder, PrefillOrder
+from baton.cluster_link.messages import (
+    CancelOrder,
+    DecodeOrder,
+    NodeOrder,
+    PrefillOrder,
+    TicketOrder,
+)
 from baton.kv.pool_types import PoolHit
-from baton.types import Incarnation
+from baton.types import AttemptKey, Incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +37,16 @@ class OrderWithPoolHit:
 
 
 NodeCommand = NodeOrder | NodeJoined | CoordinatorLost | OrderWithPoolHit
+
+
+def get_attempt_key(command: NodeCommand) -> AttemptKey | None:
+    """The attempt that an order is about; None for other commands."""
+    match command:
+        case DecodeOrder(work) | PrefillOrder(work):
+            return work.key
+        case TicketOrder(ticket):
+            return ticket.key
+        case CancelOrder(key):
+            return key
+        case _:
+            return None

@@ -31,7 +31,6 @@ from baton.cluster_link.messages import (
     LedgerQuery,
     PeerLostNotice,
     PrefillOrder,
-    TicketOrder,
 )
 from baton.errors import NodeFailed
 from baton.kv.blocks import BlockHash, compute_packed_hashes, pack_tokens, root_hash
@@ -42,7 +41,7 @@ from baton.types import AttemptKey, BlockIndex, Incarnation
 from node_engine.core.blocks.block_pool import BlockPool, PartialHit
 from node_engine.core.blocks.copy_cost_model import CopyCostModel
 from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
-from node_engine.core.node_commands import NodeCommand, OrderWithPoolHit
+from node_engine.core.node_commands import NodeCommand, OrderWithPoolHit, get_attempt_key
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.sequences.sequence import Sequence, SequenceState
 from node_engine.core.step.engine import Engine
@@ -249,7 +248,7 @@ class PoolLookups:
 
     def submit_command(self, command: NodeCommand) -> None:
         """Accept the next command of the stream; deliver it now or after a look-up."""
-        key = _attempt_key(command)
+        key = get_attempt_key(command)
         if key is None:
             self._end_affected_lookups(command)
         elif (lookup := self._pending.get(key)) is not None:
@@ -350,15 +349,3 @@ class PoolLookups:
 
 def _is_writer(incarnation: Incarnation, command: DecodeOrder) -> bool:
     return command.kv_writer is not None and command.kv_writer.incarnation == incarnation
-
-
-def _attempt_key(command: NodeCommand) -> AttemptKey | None:
-    match command:
-        case DecodeOrder(work) | PrefillOrder(work):
-            return work.key
-        case TicketOrder(ticket):
-            return ticket.key
-        case CancelOrder(key):
-            return key
-        case _:
-            return None

@@ -18,12 +18,16 @@ from baton.cluster_link.messages import (
     PeerLostNotice,
     PrefillOrder,
     SetRoleOrder,
-    TicketOrder,
 )
 from baton.errors import BatonError, Cancelled, GrammarFailed, NodeLost, StaleMessage
 from baton.process import log
 from baton.types import AttemptKey, AttemptSpec
-from node_engine.core.node_commands import CoordinatorLost, NodeCommand, NodeJoined
+from node_engine.core.node_commands import (
+    CoordinatorLost,
+    NodeCommand,
+    NodeJoined,
+    get_attempt_key,
+)
 
 if TYPE_CHECKING:  # both import llguidance
     from node_engine.structured_output.constraint_factory import ConstraintFactory
@@ -82,7 +86,7 @@ class ConstrainedOrders:
 
     def submit_command(self, command: NodeCommand) -> None:
         """Accept the next command of the stream; deliver it now, or when its grammar is ready."""
-        key = _attempt_key(command)
+        key = get_attempt_key(command)
         held = None if key is None else self._held.get(key)
         if held is not None:
             held.queued_commands.append(command)
@@ -150,15 +154,3 @@ def _call_on_loop(
 ) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(call, *arguments)
-
-
-def _attempt_key(command: NodeCommand) -> AttemptKey | None:
-    match command:
-        case DecodeOrder(work) | PrefillOrder(work):
-            return work.key
-        case TicketOrder(ticket):
-            return ticket.key
-        case CancelOrder(key):
-            return key
-        case _:
-            return None

@@ -42,7 +42,7 @@ class GrammarState:
     def is_complete(self) -> bool:
         return self._matcher.is_stopped()
 
-    def begin_mask(self, excluded_token_ids: tuple[int, ...]) -> PendingMask:
+    def start_mask_computation(self, excluded_token_ids: tuple[int, ...]) -> PendingMask:
         """See TokenConstraint."""
         return self._get_mask(excluded_token_ids, is_awaited=False)
 
@@ -50,7 +50,7 @@ class GrammarState:
         """See TokenConstraint."""
         return not self._is_slow or self._get_mask(excluded_token_ids, is_awaited=True).is_ready
 
-    def begin_draft_masks(
+    def start_draft_mask_computations(
         self, draft: Sequence[int], excluded_token_ids: Sequence[tuple[int, ...]]
     ) -> Sequence[PendingMask]:
         """See TokenConstraint."""

@@ -108,7 +108,7 @@ class BatchOutput:
         self._sync_failure = None
 
     def close(self) -> None:
-        """Bring the answers to the disk and close the file. Raises OutputFailed."""
+        """Flush the answers to disk (fsync) and close the file. Raises OutputFailed."""
         try:
             try:
                 self.sync()

@@ -63,8 +63,8 @@ from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.scheduler_factory import make_scheduler
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from offline.in_process.in_process_server import InProcessServer
-from offline.in_process.local_link import LocalLink
 from offline.in_process.no_transfers import NoTransfers
+from offline.in_process.node_connection import InProcessNodeConnection
 
 if TYPE_CHECKING:
     from node_engine.structured_output.constraint_factory import ConstraintFactory
@@ -153,7 +153,9 @@ def _join_node(loaded: WarmEngine, dispatcher: Dispatcher, server: InProcessServ
     """Start the compute thread, and make its node the one member of the dispatcher's cluster."""
     config, engine, arena = loaded.config, loaded.engine, loaded.arena
     inbox: ComputeInbox[NodeCommand | object] = ComputeInbox()
-    link = LocalLink(dispatcher, asyncio.get_running_loop(), server.on_scheduling_failed)
+    link = InProcessNodeConnection(
+        dispatcher, asyncio.get_running_loop(), server.on_scheduling_failed
+    )
     reporter = CoordinatorReporter(_NAME, link.send_report)
     scheduler = make_scheduler(
         config, loaded.limits, loaded.measured_steps, engine, arena, loaded.drafter

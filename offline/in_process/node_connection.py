@@ -14,8 +14,11 @@ from node_engine.host.compute_thread import ComputeThread
 HEARTBEAT_SECONDS = 1.0
 
 
-class LocalLink:
-    """A NodeConnection: orders go to the compute thread at once, reports to the event loop."""
+class InProcessNodeConnection:
+    """The coordinator's connection to the node of its own process.
+
+    Orders go to the node's compute thread at once, reports to the coordinator's event loop.
+    """
 
     def __init__(
         self,

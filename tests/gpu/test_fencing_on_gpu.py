@@ -91,7 +91,7 @@ def start_writers(
 
 def kill(waiting: ReadyWriter, fences: ArenaFences) -> FenceTrial:
     waiting.writer.start_writing(fences.path, waiting.byte)
-    time.sleep(0.05)
+    time.sleep(0.05)  # so that a running write is in its middle, and a queued one has not begun
     assert not waiting.fence.try_fence(), "a living writer holds its byte"
     assert any(waiting.writer.read_region()) == (waiting.mode != "queued")
     return kill_and_watch(
@@ -102,7 +102,7 @@ def kill(waiting: ReadyWriter, fences: ArenaFences) -> FenceTrial:
 def freeze(waiting: ReadyWriter, fences: ArenaFences) -> bool:
     """Freeze a writer, then kill it. Returns whether its device wrote while it was frozen."""
     waiting.writer.start_writing(fences.path, waiting.byte)
-    time.sleep(0.05)
+    time.sleep(0.05)  # as in `kill`
     os.kill(waiting.writer.process.pid, signal.SIGSTOP)
     before = waiting.writer.read_region()
     is_queued = waiting.mode == "queued"
@@ -110,7 +110,7 @@ def freeze(waiting: ReadyWriter, fences: ArenaFences) -> bool:
     wrote = False
     while time.monotonic() < deadline and not (is_queued and wrote):
         assert not waiting.fence.try_fence(), "a frozen writer is not dead"
-        time.sleep(0.005)
+        time.sleep(0.005)  # nothing signals a change of device memory by another process
         wrote = wrote or waiting.writer.read_region() != before
     trial = kill_and_watch(
         waiting.writer, waiting.fence.try_fence, WATCH_SECONDS, proof_seconds=PROOF_SECONDS

@@ -1,17 +1,20 @@
 """Requests, engines and runs of the parity tests of speculative decoding."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from baton.types import AttemptSpec, SamplingParams, TokenEvent
+from baton.process.clock import monotonic_clock
+from baton.types import AttemptSpec, GrammarKind, SamplingParams, StructuredOutput, TokenEvent
 from kv_kernels.native.native_library import NativeLibrary, load_library
 from node_engine.model.common.base_engine import BaseEngine
 from node_engine.model.model_loader import load_model_engine
+from node_engine.structured_output.constraint_factory import ConstraintFactory
 from tests.models import VOCAB_SIZE
-from tests.speculating_node import SpeculatingNode
+from tests.speculating_node import SpeculatingNode, make_speculated_work
 
 NEW_TOKENS = 40
 GREEDY = SamplingParams(NEW_TOKENS, temperature=0.0)
@@ -71,6 +74,45 @@ def run_node(
     node = SpeculatingNode(engine, max_draft_tokens, num_blocks)
     node.run_works(works)
     return node, [node.list_events(work) for work in works]
+
+
+@contextmanager
+def constrained_works(
+    model: Path, count: int
+) -> Iterator[tuple[ConstraintFactory, list[AttemptSpec]]]:
+    """Sampled requests whose outputs obey SCHEMA, and what makes their constraints."""
+    factory = ConstraintFactory(
+        model / "tokenizer.json",
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(0,),
+        max_grammars=8,
+        clock=monotonic_clock,
+    )
+    grammar = StructuredOutput(GrammarKind.JSON, SCHEMA)
+    try:
+        yield (
+            factory,
+            [
+                make_speculated_work(
+                    str(number),
+                    [5, 6, 7],
+                    SamplingParams(90, temperature=1.0, seed=number, structured_output=grammar),
+                )
+                for number in range(count)
+            ],
+        )
+    finally:
+        factory.close()
+
+
+def run_constrained_works(
+    node: SpeculatingNode, factory: ConstraintFactory, works: Sequence[AttemptSpec]
+) -> list[list[TokenEvent]]:
+    """What a node has emitted for each. A sequence whose mask is slow joins steps again later."""
+    factory.set_awaited_mask_callback(node.mask_computed.set)
+    node.run_works(works, {work.key: factory.make_constraint(work) for work in works})
+    assert node.list_failed() == {}
+    return [node.list_events(work) for work in works]
 
 
 def list_contexts(

@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 
-from baton.process.clock import monotonic_clock
-from baton.types import AttemptSpec, GrammarKind, SamplingParams, StructuredOutput, TokenEvent
+from baton.types import AttemptSpec, TokenEvent
 from node_engine.model.common.base_engine import BaseEngine
-from node_engine.structured_output.constraint_factory import ConstraintFactory
 from offline.llm import LLM
 from offline.sampling_params import SamplingParams as PythonParams
 from tests.models import (
-    VOCAB_SIZE,
     FamilyName,
     build_model,
     find_stable_prompts,
@@ -29,9 +26,10 @@ from tests.parity.speculation_cases import (
     LENGTHS,
     NEW_TOKENS,
     SAMPLED,
-    SCHEMA,
+    constrained_works,
     load_engine,
     make_prompts,
+    run_constrained_works,
     run_node,
 )
 from tests.speculating_node import SpeculatingNode, make_speculated_work
@@ -126,30 +124,10 @@ def test_a_sequence_that_goes_on_elsewhere_is_drafted_there(folder: Path) -> Non
 def test_a_grammar_holds_at_every_drafted_position(folder: Path) -> None:
     model = build_model("llama", folder, eos_token_id=0)
     engine, draft_engine = load_engine(model, "native"), load_engine(model, "native")
-    factory = ConstraintFactory(
-        model / "tokenizer.json",
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=(0,),
-        max_grammars=8,
-        clock=monotonic_clock,
-    )
-    grammar = StructuredOutput(GrammarKind.JSON, SCHEMA)
-    works = [
-        make_speculated_work(
-            str(number),
-            [5, 6, 7],
-            SamplingParams(90, temperature=1.0, seed=number, structured_output=grammar),
-        )
-        for number in range(3)
-    ]
-    outputs = []
-    for own in (None, draft_engine):
-        node = SpeculatingNode(engine, 5 if own else 0, draft_engine=own)
-        node.run_works(works, {work.key: factory.make_constraint(work) for work in works})
-        assert node.list_failed() == {}
-        outputs.append([node.list_events(work) for work in works])
-    assert outputs[0] == outputs[1]
-    factory.close()
+    with constrained_works(model, 3) as (factory, works):
+        plain = run_constrained_works(SpeculatingNode(engine, 0), factory, works)
+        node = SpeculatingNode(engine, 5, draft_engine=draft_engine)
+        assert run_constrained_works(node, factory, works) == plain
 
 
 def test_an_engine_in_the_process_has_a_draft_model(folder: Path, tmp_path: Path) -> None:

@@ -12,21 +12,20 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from baton.process.clock import monotonic_clock
-from baton.types import GrammarKind, SamplingParams, StructuredOutput, TokenEvent
+from baton.types import TokenEvent
 from node_engine.structured_output import grammar_state
-from node_engine.structured_output.constraint_factory import ConstraintFactory
-from tests.models import VOCAB_SIZE, FamilyName, build_model, find_stable_prompts
+from tests.models import FamilyName, build_model, find_stable_prompts
 from tests.models import load_reference_model as load_reference
 from tests.parity.speculation_cases import (
     GREEDY,
     LENGTHS,
     NEW_TOKENS,
     SAMPLED,
-    SCHEMA,
+    constrained_works,
     list_contexts,
     load_engine,
     make_prompts,
+    run_constrained_works,
     run_node,
 )
 from tests.speculating_node import SpeculatingNode, knowing_proposers, make_speculated_work
@@ -124,41 +123,16 @@ def test_a_grammar_holds_at_every_drafted_position(
     monkeypatch.setattr(grammar_state, "SLOW_MASK_SECONDS", -1.0 if has_slow_masks else math.inf)
     model = build_model("llama", folder, eos_token_id=0)
     engine = load_engine(model, kernels)
-    factory = ConstraintFactory(
-        model / "tokenizer.json",
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=(0,),
-        max_grammars=8,
-        clock=monotonic_clock,
-    )
-    grammar = StructuredOutput(GrammarKind.JSON, SCHEMA)
-    works = [
-        make_speculated_work(
-            str(number),
-            [5, 6, 7],
-            SamplingParams(90, temperature=1.0, seed=number, structured_output=grammar),
-        )
-        for number in range(4)
-    ]
-
-    def run_constrained(max_draft_tokens: int) -> tuple[SpeculatingNode, list[list[TokenEvent]]]:
-        node = SpeculatingNode(engine, max_draft_tokens)
-        factory.set_awaited_mask_callback(node.mask_computed.set)
-        node.run_works(works, {work.key: factory.make_constraint(work) for work in works})
-        assert node.list_failed() == {}
-        return node, [node.list_events(work) for work in works]
-
-    _, plain = run_constrained(0)
-    node, speculated = run_constrained(5)
-    assert speculated == plain
-    assert all(each[-1].finish_reason is not None for each in plain)
-    if has_slow_masks:
-        assert node.count_drafts("accepted") == 0
-        factory.close()
-        return
-    assert node.count_drafts("accepted") > 20, "the elements recur"
-    with knowing_proposers(list_contexts(works, plain), 0.2):
-        node, speculated = run_constrained(8)
-    assert speculated == plain
-    assert node.count_drafts("accepted") > node.count_drafts("rejected") > 0
-    factory.close()
+    with constrained_works(model, 4) as (factory, works):
+        plain = run_constrained_works(SpeculatingNode(engine, 0), factory, works)
+        assert all(each[-1].finish_reason is not None for each in plain)
+        node = SpeculatingNode(engine, 5)
+        assert run_constrained_works(node, factory, works) == plain
+        if has_slow_masks:
+            assert node.count_drafts("accepted") == 0
+            return
+        assert node.count_drafts("accepted") > 20, "the elements recur"
+        with knowing_proposers(list_contexts(works, plain), 0.2):
+            node = SpeculatingNode(engine, 8)
+            assert run_constrained_works(node, factory, works) == plain
+        assert node.count_drafts("accepted") > node.count_drafts("rejected") > 0

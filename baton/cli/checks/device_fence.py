@@ -1,12 +1,10 @@
 """Checks whether peers may write into the memory of this machine's GPUs."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.cli.checks.finding import Finding, ok_finding, warning_finding
+from baton.cli.checks.machine import run_probe
 from baton.config.settings import Config
 
 _NAME = "KV between GPUs"
@@ -23,17 +21,7 @@ def check_device_fence(config: Config, gpus: Sequence[Mapping[str, Any]]) -> lis
 
 def run_fence_probe(folder: str) -> dict[str, Any]:
     """What `kv_transfer/device/fence_probe.py` finds: `refusals` by GPU, or an `error`."""
-    command = [sys.executable, "-m", "kv_transfer.device.fence_probe", folder]
-    try:
-        completed = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_SECONDS
-        )
-        found: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
-    except subprocess.CalledProcessError as error:
-        return {"error": f"ended with {error.returncode}: {error.stderr.strip()[-300:]}"}
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        return {"error": f"{type(error).__name__}: {error}"[:300]}
-    return found
+    return run_probe("kv_transfer.device.fence_probe", [folder], _TIMEOUT_SECONDS)
 
 
 def explain_fence(found: Mapping[str, Any]) -> Finding:

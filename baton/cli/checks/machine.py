@@ -28,14 +28,19 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 
 
 def run_node_probe(arguments: Sequence[str]) -> dict[str, Any]:
-    """Run node_engine/probe.py in a new process and return what it finds on this machine.
+    """Run node_engine/probe.py in a new process and return what it finds; see `run_probe`."""
+    return run_probe("node_engine.probe", arguments, PROBE_TIMEOUT)
+
+
+def run_probe(module: str, arguments: Sequence[str], timeout_seconds: float) -> dict[str, Any]:
+    """Run a module in a new process and return the JSON object that is the last line it prints.
 
     The result has the key `error` when the process failed.
     """
-    command = [sys.executable, "-m", "node_engine.probe", *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     try:
         completed = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=PROBE_TIMEOUT
+            command, capture_output=True, text=True, check=True, timeout=timeout_seconds
         )
         found: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
     except subprocess.CalledProcessError as error:

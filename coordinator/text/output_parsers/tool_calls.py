@@ -1,5 +1,6 @@
 """What the parsers of all formats of tool calls have in common."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from coordinator.text.output_parsers.call_reader import CallReader
@@ -20,7 +21,7 @@ WHITESPACE = " \t\n\r"
 MAX_DROPPED_SPACE = 256  # characters of whitespace next to a call, so that a step looks at few
 
 
-class ToolCallParser:
+class ToolCallParser(ABC):
     """Finds tool calls in the text of one choice; what is no valid call stays content.
 
     Whitespace before the first call and after each is dropped where no other content is beside it.
@@ -79,8 +80,11 @@ class ToolCallParser:
         return rest
 
     def _on_start_tag(self, text: str) -> str:
-        """Read what follows the start tag. Formats override it."""
-        raise NotImplementedError
+        """Read what follows the start tag; returns the rest.
+
+        Formats with a start tag override it. Without one, no tag is ever found.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no start tag")
 
     def _begin_call(self, call: CallReader) -> None:
         self._call = call
@@ -133,6 +137,6 @@ class ToolCallParser:
         self._call_text = []
         self._state = self._read_content
 
+    @abstractmethod
     def _after_call(self, text: str) -> str:
-        """Read what follows a complete call. Formats override it."""
-        raise NotImplementedError
+        """Read what follows a complete call; returns the rest."""

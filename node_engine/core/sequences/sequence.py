@@ -243,7 +243,7 @@ class Sequence:
         mask = draft_mask
         if self.constraint is not None:
             if mask is None:
-                mask = self.constraint.begin_mask(
+                mask = self.constraint.start_mask_computation(
                     unwanted_ends(params, eos_token_ids, num_output_tokens)
                 )
             forbidden = ()  # the mask leaves them out
@@ -265,7 +265,7 @@ class Sequence:
         draft, params = drafting.verified_tokens, self.work.request.sampling
         masks: SequenceOf[TokenMask | None] = [None] * len(draft)
         if self.constraint is not None:
-            masks = self.constraint.begin_draft_masks(
+            masks = self.constraint.start_draft_mask_computations(
                 draft,
                 [
                     unwanted_ends(params, eos_token_ids, self.num_output_tokens + number)

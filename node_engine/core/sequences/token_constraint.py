@@ -27,7 +27,7 @@ class TokenConstraint(Protocol):
         """
         ...
 
-    def begin_mask(self, excluded_token_ids: tuple[int, ...]) -> TokenMask:
+    def start_mask_computation(self, excluded_token_ids: tuple[int, ...]) -> TokenMask:
         """Begin to compute which tokens may come next.
 
         `excluded_token_ids` are left out, unless nothing would remain. Called again at the same
@@ -35,14 +35,14 @@ class TokenConstraint(Protocol):
         """
         ...
 
-    def begin_draft_masks(
+    def start_draft_mask_computations(
         self, draft: Sequence[int], excluded_token_ids: Sequence[tuple[int, ...]]
     ) -> Sequence[TokenMask]:
         """Begin to compute the masks after the first draft token, after the first two, and so on.
 
         Returns one for each of the leading draft tokens that the grammar allows and that do not
         complete it; none if the masks would take long. `excluded_token_ids` has those of each
-        position. To be called before `begin_mask`; the state stays as it is.
+        position. To be called before `start_mask_computation`; the state stays as it is.
         """
         ...
 

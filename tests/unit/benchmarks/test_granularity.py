@@ -6,7 +6,7 @@ from baton.pb.common_pb2 import HandoffReport
 from benchmarks.granularity import MAX_OF_WHOLE, GranularitySample, to_rows
 
 
-def make_samples(*landed: float) -> list[GranularitySample]:
+def make_granularity_samples(*landed: float) -> list[GranularitySample]:
     return [
         GranularitySample(
             HandoffReport(
@@ -20,9 +20,9 @@ def make_samples(*landed: float) -> list[GranularitySample]:
 def test_ratios_are_those_within_a_round() -> None:
     """In the second round the whole machine was slower."""
     samples = {
-        (64, "layers"): make_samples(1.5, 3.0, 1.5),
-        (64, "whole"): make_samples(1.0, 2.0, 1.0),
-        (64, "adaptive"): make_samples(0.9, 1.8, 1.1),
+        (64, "layers"): make_granularity_samples(1.5, 3.0, 1.5),
+        (64, "whole"): make_granularity_samples(1.0, 2.0, 1.0),
+        (64, "adaptive"): make_granularity_samples(0.9, 1.8, 1.1),
     }
     rows = {row.name: row for row in to_rows("zmq", samples, "command")}
     assert rows["granularity/zmq/64/whole_landed"].value == 1000.0

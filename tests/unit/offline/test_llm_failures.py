@@ -17,7 +17,7 @@ from node_engine.core.step.step_batch import StepBatch
 from node_engine.host.compute_thread import ComputeThread
 from node_engine.paced.paced_engine import PacedEngine
 from offline.endpoint import EndpointAnswer
-from offline.in_process.local_link import LocalLink
+from offline.in_process.node_connection import InProcessNodeConnection
 from offline.llm import LLM
 from offline.outputs import PromptsFailed
 from offline.sampling_params import SamplingParams
@@ -45,7 +45,7 @@ def test_a_failed_engine_ends_its_requests_and_not_the_process(
 def test_a_report_that_cannot_be_handled_ends_the_requests(
     open_llm: OpenLLM, monkeypatch: pytest.MonkeyPatch, kind: type
 ) -> None:
-    monkeypatch.setattr("offline.in_process.local_link.HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr("offline.in_process.node_connection.HEARTBEAT_SECONDS", 0.01)
     receive, is_broken = Dispatcher.receive_report, threading.Event()
 
     def fail(dispatcher: Dispatcher, sender: Incarnation, report: NodeReport) -> None:
@@ -85,16 +85,16 @@ def test_a_request_that_was_refused_is_placed_again_when_there_is_room(
 ) -> None:
     """Those that had the blocks are cancelled before the refusal arrives, so that no end of a
     request says that there is room."""
-    monkeypatch.setattr("offline.in_process.local_link.HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr("offline.in_process.node_connection.HEARTBEAT_SECONDS", 0.01)
     run, is_full, proceed = PacedEngine.run, threading.Event(), threading.Event()
     submit, submitted = ComputeThread.submit_command, asyncio.Event()
-    send_heartbeats = LocalLink.send_heartbeats
+    send_heartbeats = InProcessNodeConnection.send_heartbeats
 
     async def send_heartbeats_later(*arguments: Any) -> None:
         await asyncio.to_thread(proceed.wait)  # before, one would say that there is no room
         await send_heartbeats(*arguments)
 
-    monkeypatch.setattr(LocalLink, "send_heartbeats", send_heartbeats_later)
+    monkeypatch.setattr(InProcessNodeConnection, "send_heartbeats", send_heartbeats_later)
     llm = open_llm(kv_memory="256KiB", max_num_seqs=17)  # 512 blocks of 16 tokens
 
     def stop_when_full(engine: PacedEngine, batch: StepBatch, *rest: Any) -> Any:

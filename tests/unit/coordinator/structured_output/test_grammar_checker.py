@@ -16,7 +16,7 @@ from baton.errors import BatonError, InvalidRequest, Overloaded, ServiceUnavaila
 from baton.structured_output.grammar_compiler import load_grammar_tokenizer
 from baton.types import GrammarKind, StructuredOutput
 from coordinator.structured_output import compile_worker, grammar_checker
-from coordinator.structured_output.compile_worker import CompileWorker, judge_end
+from coordinator.structured_output.compile_worker import GrammarCompileWorker, judge_end
 from coordinator.structured_output.grammar_checker import GrammarChecker
 from coordinator.structured_output.worker_protocol import CompileJob, Verdict, split_frames
 from tests.small_tokenizers import byte_level_tokenizer
@@ -189,7 +189,7 @@ async def test_a_process_that_has_replied_is_not_late(
     tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker did not get the CPU until after the time of the job."""
-    worker = CompileWorker(load_grammar_tokenizer(tokenizer_file))
+    worker = GrammarCompileWorker(load_grammar_tokenizer(tokenizer_file))
     job = CompileJob(7, REGEX.value, "a", 60.0, 32 << 20)
     worker.start_job(job)
     (child,) = worker.children

@@ -1,4 +1,6 @@
-"""A process that publishes itself as a writer, marks a byte of a fence file, and waits.
+"""Stands in for a prefill process that is writing over cuda_ipc, until it is killed.
+
+It states that its end can be proven, locks and marks the fence byte of a ticket, and waits.
 
     python -m tests.unit.kv_transfer.device.waiting_writer FOLDER DRIVER_FILE FENCE BYTE [fork]
 

@@ -28,7 +28,7 @@ def write_output(state: GrammarState, seed: int, longest: int = 300) -> list[int
     drawn = random.Random(seed)
     tokens: list[int] = []
     while not state.is_complete:
-        tokens.append(drawn.choice(allowed_tokens(state.begin_mask(()))))
+        tokens.append(drawn.choice(allowed_tokens(state.start_mask_computation(()))))
         assert state.accept_token(tokens[-1]) == ""
         assert len(tokens) < longest
     return tokens
@@ -50,17 +50,19 @@ def test_a_state_made_from_the_tokens_so_far_allows_the_same(tokenizer: str) -> 
         again = make_state(SCHEMA, GrammarKind.JSON, tokenizer)
         for earlier in tokens[:number]:
             assert again.accept_token(earlier) == ""
-        assert allowed_tokens(again.begin_mask(())) == allowed_tokens(state.begin_mask(()))
+        assert allowed_tokens(again.start_mask_computation(())) == allowed_tokens(
+            state.start_mask_computation(())
+        )
         state.accept_token(token)
 
 
 def test_the_end_is_allowed_exactly_where_the_grammar_accepts() -> None:
     state = make_state("a|ab+", GrammarKind.REGEX)
     a, b = (grammar_tokenizer().tokenize_str(text)[0] for text in "ab")
-    assert EOS not in allowed_tokens(state.begin_mask(()))
+    assert EOS not in allowed_tokens(state.start_mask_computation(()))
     assert state.accept_token(EOS) != ""
     assert state.accept_token(a) == ""
-    assert EOS in allowed_tokens(state.begin_mask(()))
+    assert EOS in allowed_tokens(state.start_mask_computation(()))
     assert (state.accept_token(b), state.is_complete) == ("", False)
     assert (state.accept_token(EOS), state.is_complete) == ("", True)
 
@@ -85,11 +87,11 @@ def test_a_token_that_breaks_the_grammar_is_rejected_without_quoting_it() -> Non
 def test_excluded_tokens_are_left_out_unless_nothing_else_is_allowed() -> None:
     state = make_state("a*", GrammarKind.REGEX)
     (a,) = grammar_tokenizer().tokenize_str("a")
-    mask = state.begin_mask((EOS,))
+    mask = state.start_mask_computation((EOS,))
     assert (EOS in allowed_tokens(mask), a in allowed_tokens(mask)) == (False, True)
-    assert state.begin_mask(()) is mask, "one mask for each position"
+    assert state.start_mask_computation(()) is mask, "one mask for each position"
     empty = make_state("", GrammarKind.REGEX)
-    assert allowed_tokens(empty.begin_mask((EOS,))) == [EOS]
+    assert allowed_tokens(empty.start_mask_computation((EOS,))) == [EOS]
 
 
 def test_tokens_that_the_model_does_not_have_are_left_out() -> None:
@@ -105,18 +107,18 @@ def test_tokens_that_end_a_text_only_for_the_tokenizer_are_left_out() -> None:
     state = GrammarState(
         compile_text("a*", GrammarKind.REGEX), request_mask, excluded_token_ids=(EOS,)
     )
-    assert EOS not in allowed_tokens(state.begin_mask(()))
+    assert EOS not in allowed_tokens(state.start_mask_computation(()))
 
 
 def test_rolling_back_returns_to_the_state_before() -> None:
     state = make_state("abab", GrammarKind.REGEX)
     a, b = (grammar_tokenizer().tokenize_str(text)[0] for text in "ab")
-    before = allowed_tokens(state.begin_mask(()))
+    before = allowed_tokens(state.start_mask_computation(()))
     state.accept_token(a)
-    state.begin_mask(())
+    state.start_mask_computation(())
     state.accept_token(b)
     state.roll_back(2)
-    assert allowed_tokens(state.begin_mask(())) == before
+    assert allowed_tokens(state.start_mask_computation(())) == before
 
 
 def test_a_limit_that_is_reached_fails_the_next_token() -> None:
@@ -129,7 +131,7 @@ def test_a_limit_that_is_reached_fails_the_next_token() -> None:
         on_failed=lambda: failures.append(True),
     )
     (brace,) = grammar_tokenizer().tokenize_str("{")
-    allowed_tokens(state.begin_mask(()))
+    allowed_tokens(state.start_mask_computation(()))
     assert "limit" in (state.accept_token(brace) or state.accept_token(brace))
     assert failures
 
@@ -141,7 +143,7 @@ def test_masks_of_a_draft_are_those_after_each_of_its_tokens(tokenizer: str) -> 
     for number, token in enumerate(tokens):
         draft = tokens[number : number + 4]
         excluded = [(place,) for place in range(len(draft))]
-        masks = state.begin_draft_masks(draft, excluded)
+        masks = state.start_draft_mask_computations(draft, excluded)
         # The token that completes the output has no successor.
         assert len(masks) == len(draft) - (number + len(draft) == len(tokens))
         later = make_state(SCHEMA, GrammarKind.JSON, tokenizer)
@@ -149,8 +151,8 @@ def test_masks_of_a_draft_are_those_after_each_of_its_tokens(tokenizer: str) -> 
             later.accept_token(earlier)
         for drafted, left_out, mask in zip(draft, excluded, masks, strict=False):
             later.accept_token(drafted)
-            assert allowed_tokens(mask) == allowed_tokens(later.begin_mask(left_out))
-        assert state.begin_mask(()).wait_for_words().any(), "the state is as before"
+            assert allowed_tokens(mask) == allowed_tokens(later.start_mask_computation(left_out))
+        assert state.start_mask_computation(()).wait_for_words().any(), "the state is as before"
         assert state.accept_token(token) == ""
 
 
@@ -158,8 +160,10 @@ def test_a_draft_ends_before_a_token_that_the_grammar_forbids() -> None:
     state = make_state("a|ab+", GrammarKind.REGEX)
     a, b = (grammar_tokenizer().tokenize_str(text)[0] for text in "ab")
     everywhere = [()] * 3
-    assert len(state.begin_draft_masks([a, b, b], everywhere)) == 3
-    assert len(state.begin_draft_masks([a, b, a], everywhere)) == 2
-    assert len(state.begin_draft_masks([b, a, a], everywhere)) == 0
-    state.begin_mask(())
-    assert not state.begin_draft_masks([a, b, b], everywhere), "another thread may use the matcher"
+    assert len(state.start_draft_mask_computations([a, b, b], everywhere)) == 3
+    assert len(state.start_draft_mask_computations([a, b, a], everywhere)) == 2
+    assert len(state.start_draft_mask_computations([b, a, a], everywhere)) == 0
+    state.start_mask_computation(())
+    assert not state.start_draft_mask_computations([a, b, b], everywhere), (
+        "another thread may use the matcher"
+    )

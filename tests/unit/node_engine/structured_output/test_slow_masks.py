@@ -54,11 +54,11 @@ def test_a_slow_mask_holds_the_next_step_back_until_it_is_computed() -> None:
     (a,) = grammar_tokenizer().tokenize_str("a")
     assert state.can_join_step(())
     clock.step = 2 * SLOW_MASK_SECONDS
-    allowed_tokens(state.begin_mask(()))
+    allowed_tokens(state.start_mask_computation(()))
     assert state.accept_token(a) == ""
     assert not state.can_join_step(())
     clock.step = 0.0
-    allowed_tokens(state.begin_mask(()))
+    allowed_tokens(state.start_mask_computation(()))
     assert state.can_join_step(())
     assert state.accept_token(a) == ""
     assert state.can_join_step(()), "the last mask was not slow"

@@ -47,16 +47,16 @@ class RecordedConstraint:
         return len(self.tokens) == self.length
 
     def can_join_step(self, excluded_token_ids: tuple[int, ...]) -> bool:
-        self.begin_mask(excluded_token_ids)
+        self.start_mask_computation(excluded_token_ids)
         return self.is_ready
 
-    def begin_mask(self, excluded_token_ids: tuple[int, ...]) -> RecordedMask:
+    def start_mask_computation(self, excluded_token_ids: tuple[int, ...]) -> RecordedMask:
         if self.pending is None:
             self.pending = RecordedMask(excluded_token_ids)
             self.masks.append(self.pending)
         return self.pending
 
-    def begin_draft_masks(
+    def start_draft_mask_computations(
         self, draft: Sequence[int], excluded_token_ids: Sequence[tuple[int, ...]]
     ) -> list[RecordedMask]:
         raise AssertionError("the node does not speculate")
