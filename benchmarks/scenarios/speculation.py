@@ -183,26 +183,30 @@ async def _play_round(
     options: argparse.Namespace,
     number: int,
 ) -> None:
-    """Send the same prompts to both clusters, the one that is first in turns."""
+    """Send each prompt to both clusters, one after the other, so that both have the same machine.
+
+    The cluster that is first changes with each prompt.
+    """
     prompt, output = int(options.prompt or _PROMPT_TOKENS), int(options.output or _OUTPUT_TOKENS)
     plan = [
         PlannedRequest(0.0, prompt, output, seed=10_000 * number + place)
         for place in range(options.requests or _REQUESTS)
     ]
-    for method in (OFF, ON) if number % 2 else (ON, OFF):
-        served = clusters[method]
-        before = await served.get_draft_counters()
-        client = replace(served.client, temperature=TEMPERATURES[name])
-        measured = [await client.measure_request(request, time.perf_counter()) for request in plan]
-        failed = [each.error for each in measured if each.error]
-        if failed:
-            raise ValueError(f"a request failed: {failed[0]}")
-        _add_measurements(result, method, measured)
-        if method == ON:
-            after = await served.get_draft_counters()
-            for counter, value in after.items():
-                gained = value - before.get(counter, 0.0)
-                result.counters[counter] = result.counters.get(counter, 0.0) + gained
+    measured: dict[str, list[RequestMeasurement]] = {OFF: [], ON: []}
+    before = await clusters[ON].get_draft_counters()
+    for place, request in enumerate(plan):
+        for method in (OFF, ON) if (number + place) % 2 else (ON, OFF):
+            client = replace(clusters[method].client, temperature=TEMPERATURES[name])
+            measurement = await client.measure_request(request, time.perf_counter())
+            if measurement.error:
+                raise ValueError(f"a request failed: {measurement.error}")
+            measured[method].append(measurement)
+    after = await clusters[ON].get_draft_counters()
+    for method, measurements in measured.items():
+        _add_measurements(result, method, measurements)
+    for counter, value in after.items():
+        gained = value - before.get(counter, 0.0)
+        result.counters[counter] = result.counters.get(counter, 0.0) + gained
 
 
 def _add_measurements(

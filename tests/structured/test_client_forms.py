@@ -12,12 +12,12 @@ from baton.limits import MAX_GRAMMAR_BYTES
 from baton.pb import generation_pb2 as pb
 from baton.pb.common_pb2 import TokenIds
 from baton.types import GrammarKind, StructuredOutput
+from tests.integration.frontend.compatibility.openai_field_tables import GOOD_BODIES, PATHS
 from tests.integration.frontend.frontend_harness import (
     FrontendHarness,
     finished_event,
     running_frontend,
 )
-from tests.integration.frontend.openai_field_tables import GOOD_BODIES, PATHS
 from tests.small_tokenizers import chat_tokenizer
 from tests.structured.fake_grammars import REFUSED_GRAMMAR
 

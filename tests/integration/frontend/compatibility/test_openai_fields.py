@@ -13,19 +13,19 @@ from baton.pb import generation_pb2 as pb
 from baton.types import FinishReason, Request
 from coordinator.frontend.http.schema.generation_requests import ChatRequest, CompletionRequest
 from coordinator.frontend.http.schema.tokenize_request import DetokenizeRequest, TokenizeRequest
-from tests.integration.frontend.frontend_harness import (
-    FakeGeneration,
-    FrontendHarness,
-    finished_event,
-    running_frontend,
-)
-from tests.integration.frontend.openai_field_tables import (
+from tests.integration.frontend.compatibility.openai_field_tables import (
     CHAT_FIELDS,
     COMMON_FIELDS,
     FIELD_TABLES,
     GOOD_BODIES,
     PATHS,
     sampled_requests,
+)
+from tests.integration.frontend.frontend_harness import (
+    FakeGeneration,
+    FrontendHarness,
+    finished_event,
+    running_frontend,
 )
 from tests.small_tokenizers import chat_tokenizer
 

@@ -18,16 +18,19 @@ from coordinator.frontend.http.schema.generation_requests import (
 )
 from coordinator.frontend.http.schema.tokenize_request import DetokenizeRequest, TokenizeRequest
 from coordinator.frontend.http.schema.unsupported_fields import with_unsupported_fields
+from tests.integration.frontend.compatibility.openai_field_tables import (
+    GOOD_BODIES,
+    sampled_requests,
+)
 from tests.integration.frontend.frontend_harness import (
     FrontendHarness,
     finished_event,
     running_frontend,
 )
-from tests.integration.frontend.openai_field_tables import GOOD_BODIES, sampled_requests
 from tests.small_tokenizers import chat_tokenizer
 
 ENGINES = json.loads(
-    (Path(__file__).resolve().parents[2] / "data" / "engine_fields.json").read_text()
+    (Path(__file__).resolve().parents[3] / "data" / "engine_fields.json").read_text()
 )
 BODIES: dict[str, tuple[str, type[RequestBody], dict[str, Any]]] = {
     "completions": ("/v1/completions", CompletionRequest, GOOD_BODIES["completions"]),

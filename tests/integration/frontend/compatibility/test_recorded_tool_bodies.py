@@ -28,7 +28,7 @@ from tests.integration.frontend.frontend_harness import (
     running_frontend,
 )
 
-FOLDER = Path(__file__).resolve().parents[2] / "data" / "tool_client_bodies"
+FOLDER = Path(__file__).resolve().parents[3] / "data" / "tool_client_bodies"
 RECORDED = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 CASES = [
     pytest.param(recorded["path"], body, id=f"{name}-{index}")

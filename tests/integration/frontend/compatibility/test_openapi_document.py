@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from tests.integration.frontend.compatibility.openai_field_tables import (
+    FIELD_TABLES,
+    GOOD_BODIES,
+    PATHS,
+)
 from tests.integration.frontend.frontend_harness import (
     FrontendHarness,
     finished_event,
     running_frontend,
 )
-from tests.integration.frontend.openai_field_tables import FIELD_TABLES, GOOD_BODIES, PATHS
 from tests.small_tokenizers import chat_tokenizer
 
 jsonschema = pytest.importorskip("jsonschema")

@@ -24,7 +24,7 @@ from tests.integration.frontend.frontend_harness import (
     running_frontend,
 )
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 FOLDER = ROOT / "tests" / "data" / "client_bodies"
 RECORDED = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 CLIENTS = {"guidellm", "aiperf", "lm_eval", "vllm_bench", "sglang_bench", "trtllm_bench"}
