@@ -9,16 +9,10 @@ constexpr int64_t kRowBlockBytes = 384 << 10;  // of the rows of a product that 
 constexpr int64_t kPanelsPerTask = 4;
 constexpr float kMinPeak = 1e-12f;  // a row that is smaller is quantized as if it were this large
 
-template <class Body>  // body(task)
-static inline void share_tasks(ThreadTeam& team, int64_t count, Body&& body) {
-  for (int64_t task = team.take_task(); task < count; task = team.take_task()) body(task);
-  team.end_stage();
-}
-
 template <class Body>  // body(row)
-static inline void share_rows(ThreadTeam& team, int64_t rows, Body&& body) {
+static inline void share_rows(ThreadTeam& team, int member, int64_t rows, Body&& body) {
   const int64_t each = rows >= kRowsPerTask * team.size() ? kRowsPerTask : 1;
-  share_tasks(team, kvn::divide_up(rows, each), [&](int64_t task) {
+  team.share_tasks(member, kvn::divide_up(rows, each), [&](int64_t task) {
     const int64_t end = (task + 1) * each < rows ? (task + 1) * each : rows;
     for (int64_t row = task * each; row < end; ++row) body(row);
   });
@@ -42,9 +36,9 @@ static inline void normalize(const float* x, const float* weight, int64_t width,
 }
 
 template <class Dot>
-static void normalize_rows(KvnContext& context, const float* weight, int64_t rows) {
+static void normalize_rows(KvnContext& context, int member, const float* weight, int64_t rows) {
   const int64_t hidden = context.model.hidden;
-  share_rows(*context.team, rows, [&](int64_t row) {
+  share_rows(*context.team, member, rows, [&](int64_t row) {
     typename Dot::X* out =
         context.work.activation.as<typename Dot::X>() + row * context.activation_stride;
     normalize(context.work.hidden.as<float>() + row * hidden, weight, hidden,
@@ -74,10 +68,10 @@ static inline F16 quantize(F16 value, F16 inverse) {
 // Quantize rows as unsigned numbers around 128. A row that is not finite gets a scale that is not,
 // so that its row of the product is NaN.
 template <class Dot>
-static void quantize_rows(KvnContext& context, const typename Dot::X* x, int64_t stride,
-                          int64_t width, int64_t rows) {
+static void quantize_rows(KvnContext& context, int member, const typename Dot::X* x,
+                          int64_t stride, int64_t width, int64_t rows) {
   const int64_t padded = kvn::round_up(width, 64);
-  share_rows(*context.team, rows, [&](int64_t row) {
+  share_rows(*context.team, member, rows, [&](int64_t row) {
     const typename Dot::X* from = x + row * stride;
     uint8_t* to = context.work.quantized.as<uint8_t>() + row * padded;
     const float peak = find_peak(
@@ -180,12 +174,14 @@ static void share_product(KvnContext& context, int member, const KvnLinear& line
   const auto* weights = static_cast<const typename Dot::W*>(linear.weights);
   const int64_t panel_stride = steps * 16 * Dot::kStep;
   const bool packs = is_packed(rows);
-  if (packs) {  // each member has a copy in a cache of its own
-    auto* packed = reinterpret_cast<uint32_t*>(context.scratch_of(member));
-    pack_rows(reinterpret_cast<const uint32_t*>(x), stride / Dot::kStep, rows, steps, packed);
-    x = reinterpret_cast<const typename Dot::X*>(packed);
-  }
-  share_tasks(*context.team, tasks.count(), [&](int64_t task) {
+  auto* packed = reinterpret_cast<uint32_t*>(context.scratch_of(member));
+  bool is_first_task = true;
+  context.team->share_tasks(member, tasks.count(), [&](int64_t task) {
+    if (packs && is_first_task) {  // each member has a copy in a cache of its own
+      pack_rows(reinterpret_cast<const uint32_t*>(x), stride / Dot::kStep, rows, steps, packed);
+      x = reinterpret_cast<const typename Dot::X*>(packed);
+      is_first_task = false;
+    }
     const int64_t row0 = tasks.first_row(task), panel0 = tasks.first_panel(task);
     const int64_t count = tasks.num_rows(task);
     const auto plan = packs ? RowPlan<Dot>::packed(count) : RowPlan<Dot>::unpacked(count);
@@ -215,7 +211,7 @@ static void share_linear(KvnContext& context, int member, const KvnLinear& linea
     share_product<Dot>(context, member, linear, x, stride, rows, store_row);
     return;
   }
-  quantize_rows<Dot>(context, x, stride, linear.in, rows);
+  quantize_rows<Dot>(context, member, x, stride, linear.in, rows);
   share_product<DotInt8>(context, member, linear, context.work.quantized.as<uint8_t>(),
                          kvn::round_up(linear.in, 64), rows, store_row);
 }
@@ -292,27 +288,28 @@ static void run_first_half(KvnContext& context, int layer, int member) {
   const KvnModel& model = context.model;
   const KvnLayer& weights = model.layers[layer];
   const int64_t rows = context.step.num_rows, channels = weights.qkv.out;
-  normalize_rows<Dot>(context, weights.attention_norm, rows);
+  normalize_rows<Dot>(context, member, weights.attention_norm, rows);
   float* qkv = context.work.qkv.as<float>();
   share_linear<Dot>(context, member, weights.qkv, context.work.activation.as<typename Dot::X>(),
                     context.activation_stride, rows,
                     [&](int64_t row, int64_t panel, int panels, const F16* values) {
                       store_panels(qkv + row * channels, channels, panel, panels, values);
                     });
-  share_rows(*context.team, rows, [&](int64_t row) {
+  share_rows(*context.team, member, rows, [&](int64_t row) {
     finish_qkv<Dot>(context, layer, find_slice(context.step, row), row);
   });
 }
 
 // Keep the residual of sampled rows alone, in their order.
-static void select_sampled_rows(KvnContext& context) {
+static void select_sampled_rows(KvnContext& context, int member) {
   const int64_t hidden = context.model.hidden;
   float* rows = context.work.hidden.as<float>();
-  if (context.team->take_task() == 0)  // in ascending order: no row is overwritten before its move
+  // One task, in ascending order: no row is overwritten before its move.
+  context.team->share_tasks(member, 1, [&](int64_t) {
     for (int64_t i = 0; i < context.step.num_sampled; ++i)
       __builtin_memmove(rows + i * hidden, rows + context.step.sampled_rows[i] * hidden,
                         sizeof(float) * static_cast<size_t>(hidden));
-  context.team->end_stage();
+  });
 }
 
 template <class Dot>
@@ -320,7 +317,7 @@ static void attend(KvnContext& context, int layer, const QueryTiles& queries, bo
                    int member) {
   const int64_t kv_heads = context.model.kv_heads;
   char* scratch = context.scratch_of(member);
-  share_tasks(*context.team, queries.count * kv_heads, [&](int64_t task) {
+  context.team->share_tasks(member, queries.count * kv_heads, [&](int64_t task) {
     // The last tiles of a prompt see the most keys: they come first.
     const int64_t index = queries.count - 1 - task / kv_heads;
     const QueryTile& tile = queries.tiles[index];
@@ -339,7 +336,7 @@ static void run_second_half(KvnContext& context, int layer, int member) {
   using X = typename Dot::X;
   attend<Dot>(context, layer, is_reduced ? context.sampled_queries : context.all_queries,
               is_reduced, member);
-  if (is_reduced) select_sampled_rows(context);
+  if (is_reduced) select_sampled_rows(context, member);
   float* hidden = context.work.hidden.as<float>();
   X *activation = context.work.activation.as<X>(), *inner = context.work.inner.as<X>();
   const auto add_to_hidden = [&](int64_t row, int64_t panel, int panels, const F16* values) {
@@ -353,7 +350,7 @@ static void run_second_half(KvnContext& context, int layer, int member) {
   };
   share_linear<Dot>(context, member, weights.output, activation, context.activation_stride, rows,
                     add_to_hidden);
-  normalize_rows<Dot>(context, weights.mlp_norm, rows);
+  normalize_rows<Dot>(context, member, weights.mlp_norm, rows);
   share_linear<Dot>(context, member, weights.gate_up, activation, context.activation_stride, rows,
                     [&](int64_t row, int64_t panel, int panels, const F16* values) {
                       X* out = inner + row * context.inner_stride + panel / 2 * 16;
@@ -364,10 +361,10 @@ static void run_second_half(KvnContext& context, int layer, int member) {
 }
 
 template <class Dot>
-static void start_rows(KvnContext& context) {
+static void start_rows(KvnContext& context, int member) {
   const KvnModel& model = context.model;
   const int64_t half = model.head_dim / 2;
-  share_rows(*context.team, context.step.num_rows, [&](int64_t row) {
+  share_rows(*context.team, member, context.step.num_rows, [&](int64_t row) {
     const auto* from = static_cast<const typename Dot::X*>(model.embedding) +
                        context.step.token_ids[row] * model.hidden;
     float* to = context.work.hidden.as<float>() + row * model.hidden;
@@ -413,7 +410,7 @@ static void compute_logits_member(void* argument, int member) {
   KvnContext& context = *job.context;
   const KvnModel& model = context.model;
   using X = typename Dot::X;
-  share_rows(*context.team, job.count, [&](int64_t row) {
+  share_rows(*context.team, member, job.count, [&](int64_t row) {
     X* out = context.work.activation.as<X>() + row * context.activation_stride;
     normalize(context.work.hidden.as<float>() + (job.first + row) * model.hidden, model.final_norm,
               model.hidden, model.norm_eps,
@@ -429,8 +426,8 @@ static void compute_logits_member(void* argument, int member) {
 }
 
 template <class Dot>
-static void start_step_member(void* argument, int) {
-  start_rows<Dot>(*static_cast<KvnContext*>(argument));
+static void start_step_member(void* argument, int member) {
+  start_rows<Dot>(*static_cast<KvnContext*>(argument), member);
 }
 
 static void start_step(KvnContext& context) {
@@ -465,7 +462,7 @@ static void multiply_member(void* argument, int member) {
   using X = typename Dot::X;
   const int64_t in = job.linear->in, out = job.linear->out, stride = kvn::round_up(in, 64);
   X* padded = context.work.inner.as<X>();
-  share_rows(*context.team, job.rows, [&](int64_t row) {
+  share_rows(*context.team, member, job.rows, [&](int64_t row) {
     for (int64_t i = 0; i < stride; ++i)
       padded[row * stride + i] = i < in ? static_cast<const X*>(job.x)[row * in + i] : X(0);
   });

@@ -221,7 +221,7 @@ static void pick_tokens_member(void* argument, int member) {
   const PickJob& job = *static_cast<PickJob*>(argument);
   const int64_t vocab = job.context->model.vocab;
   float* values = job.context->work.candidates.as<float>() + member * 2 * kvn::round_up(vocab, 16);
-  share_tasks(*job.context->team, job.rows, [&](int64_t row) {
+  job.context->team->share_tasks(member, job.rows, [&](int64_t row) {
     job.tokens[row] = pick_token(job.logits + row * vocab, vocab, job.draws[row], values,
                                  values + kvn::round_up(vocab, 16));
   });

@@ -15,6 +15,7 @@ namespace {
 // A stage lasts microseconds, so that a member waits for the others without the kernel at first.
 // Another process may hold a member's core: then waiting would take the time that it needs.
 constexpr int kStageSpins = 4000;
+constexpr uint32_t kClosed = 1u << 31;
 // Between two calls of one step the caller is away for a few microseconds.
 constexpr int kJobSpins = 2000;
 
@@ -24,30 +25,37 @@ inline void relax() {
 #endif
 }
 
-void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr,
-          nullptr, 0);
+void sleep_while(const uint32_t* word, uint32_t value) {
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 }
 
-void wake_all(std::atomic<uint32_t>& word) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr,
-          nullptr, 0);
+void wake_all(const uint32_t* word) {
+  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Wait until `word` differs from `value`.
-void wait_for_change(std::atomic<uint32_t>& word, uint32_t value, int spins,
+const uint32_t* word_of(const std::atomic<uint32_t>& number) {
+  return reinterpret_cast<const uint32_t*>(&number);
+}
+
+const uint32_t* stage_word_of(const std::atomic<uint64_t>& next_task) {
+  const int upper_half = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? 1 : 0;
+  return reinterpret_cast<const uint32_t*>(&next_task) + upper_half;
+}
+
+// Wait until load() differs from `value`. It reads `word`, on which the thread sleeps in the end.
+template <class Load>
+void wait_for_change(Load&& load, const uint32_t* word, uint32_t value, int spins,
                      std::atomic<int>& sleeping) {
   for (int i = 0; i < spins; ++i) {
-    if (word.load(std::memory_order_acquire) != value) return;
+    if (load() != value) return;
     relax();
   }
   sleeping.fetch_add(1);
-  while (word.load() == value) sleep_while(word, value);
+  while (load() == value) sleep_while(word, value);
   sleeping.fetch_sub(1);
 }
 
-void change(std::atomic<uint32_t>& word, const std::atomic<int>& sleeping) {
-  word.fetch_add(1);
+void wake_sleeping(const uint32_t* word, const std::atomic<int>& sleeping) {
   if (sleeping.load() > 0) wake_all(word);
 }
 
@@ -57,11 +65,15 @@ ThreadTeam* ThreadTeam::create(int size) {
   ThreadTeam* team = new (std::nothrow) ThreadTeam();
   if (team == nullptr) return nullptr;
   team->size_ = size;
-  team->members_ = static_cast<Member*>(calloc(static_cast<size_t>(size), sizeof(Member)));
-  bool is_complete = team->members_ != nullptr;
-  for (int number = 1; is_complete && number < size; ++number) {
+  team->gate_ = kClosed;
+  void* memory = nullptr;
+  const size_t bytes = static_cast<size_t>(size) * sizeof(Member);
+  bool is_complete = posix_memalign(&memory, alignof(Member), bytes) == 0;
+  team->members_ = static_cast<Member*>(memory);
+  for (int number = 0; is_complete && number < size; ++number) {
     Member& member = team->members_[number];
-    member = {team, number, 0};
+    member = {team, 0, number, 0};
+    if (number == 0) continue;
     is_complete = pthread_create(&member.thread, nullptr, run_member, &member) == 0;
     team->started_ += is_complete;
   }
@@ -72,44 +84,78 @@ ThreadTeam* ThreadTeam::create(int size) {
 
 ThreadTeam::~ThreadTeam() {
   stopping_ = true;
-  change(job_number_, sleeping_on_job_);
+  job_number_.fetch_add(1);
+  wake_sleeping(word_of(job_number_), sleeping_on_job_);
   for (int number = 1; number <= started_; ++number)
     pthread_join(members_[number].thread, nullptr);
   free(members_);
 }
 
 void* ThreadTeam::run_member(void* argument) {
-  const Member& member = *static_cast<Member*>(argument);
-  member.team->run_jobs(member.number);
+  Member& member = *static_cast<Member*>(argument);
+  member.team->run_jobs(member);
   return nullptr;
 }
 
-void ThreadTeam::run_jobs(int member) {
-  for (uint32_t done = 0;; ++done) {
-    wait_for_change(job_number_, done, kJobSpins, sleeping_on_job_);
+void ThreadTeam::run_jobs(Member& member) {
+  for (uint32_t seen = 0;;) {
+    wait_for_change([this] { return job_number_.load(); }, word_of(job_number_), seen, kJobSpins,
+                    sleeping_on_job_);
     if (stopping_) return;
-    job_(argument_, member);
-    end_stage();
+    seen = job_number_.load();
+    if (!enter_job()) continue;
+    member.stage = first_stage_;
+    job_(argument_, member.number);
+    leave_job();
   }
 }
 
 void ThreadTeam::run(Job job, void* argument) {
-  job_ = job;
-  argument_ = argument;
-  if (size_ > 1) change(job_number_, sleeping_on_job_);
+  if (size_ > 1) {
+    job_ = job;
+    argument_ = argument;
+    first_stage_ = members_[0].stage;
+    gate_.store(0);
+    job_number_.fetch_add(1);
+    wake_sleeping(word_of(job_number_), sleeping_on_job_);
+  }
   job(argument, 0);
-  end_stage();
+  if (size_ > 1) close_job();
 }
 
-void ThreadTeam::end_stage() {
-  const uint32_t stage = stage_.load(std::memory_order_relaxed);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-    arrived_.store(0, std::memory_order_relaxed);
-    next_task_.store(0, std::memory_order_relaxed);
-    change(stage_, sleeping_on_stage_);
-  } else {
-    wait_for_change(stage_, stage, kStageSpins, sleeping_on_stage_);
+// False if the job is over. A member that is in keeps the job and its argument alive.
+bool ThreadTeam::enter_job() {
+  uint32_t gate = gate_.load();
+  do {
+    if (gate & kClosed) return false;
+  } while (!gate_.compare_exchange_weak(gate, gate + 1));
+  return true;
+}
+
+void ThreadTeam::leave_job() {
+  if (gate_.fetch_sub(1) - 1 == kClosed) wake_sleeping(word_of(gate_), sleeping_on_gate_);
+}
+
+// Let no member in any more, and wait until those that are in have left.
+void ThreadTeam::close_job() {
+  uint32_t gate = gate_.fetch_or(kClosed) | kClosed;
+  while (gate != kClosed) {
+    wait_for_change([this] { return gate_.load(); }, word_of(gate_), gate, kStageSpins,
+                    sleeping_on_gate_);
+    gate = gate_.load();
   }
+}
+
+void ThreadTeam::end_stage(int member, int64_t finished, int64_t count) {
+  const uint32_t stage = members_[member].stage++;
+  if (finished > 0 && num_finished_.fetch_add(finished) + finished == count) {
+    num_finished_.store(0, std::memory_order_relaxed);
+    next_task_.store(static_cast<uint64_t>(stage + 1) << 32);
+    wake_sleeping(stage_word_of(next_task_), sleeping_on_stage_);
+    return;
+  }
+  wait_for_change([this] { return static_cast<uint32_t>(next_task_.load() >> 32); },
+                  stage_word_of(next_task_), stage, kStageSpins, sleeping_on_stage_);
 }
 
 }  // namespace kvn

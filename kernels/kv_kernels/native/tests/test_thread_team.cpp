@@ -1,0 +1,106 @@
+// A team whose members come late, as when other processes hold their cores.
+#include "thread_team.h"
+
+#include <unistd.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+
+#include "check.h"
+
+namespace {
+
+constexpr int kStages = 12;
+constexpr int kTasks = 5;
+
+struct Work {
+  kvn::ThreadTeam* team;
+  uint32_t seed;
+  int late_member;  // -1: all are late now and then
+  int64_t sums[kStages + 1][kTasks];
+  int counts[kStages][kTasks];
+};
+
+uint32_t mix(uint32_t value) {
+  value = (value ^ (value >> 16)) * 0x45d9f3bu;
+  return value ^ (value >> 13);
+}
+
+void come_late(const Work& work, int member, int stage) {
+  const uint32_t drawn = mix(work.seed * 977 + static_cast<uint32_t>(member * 31 + stage));
+  if (work.late_member == member || (work.late_member < 0 && drawn % 8 == 0)) usleep(drawn % 300);
+}
+
+// Each task of a stage adds up what all tasks of the stage before have written.
+void add_up(void* argument, int member) {
+  Work& work = *static_cast<Work*>(argument);
+  for (int stage = 0; stage < kStages; ++stage) {
+    come_late(work, member, stage);
+    work.team->share_tasks(member, stage % 3 ? kTasks : 1, [&](int64_t task) {
+      come_late(work, member, stage + 100);
+      int64_t sum = 0;
+      for (int64_t before : work.sums[stage]) sum += before;
+      ++work.counts[stage][task];
+      if (stage % 3) {
+        work.sums[stage + 1][task] = sum % 10007 + task;
+      } else {
+        for (int place = 0; place < kTasks; ++place)
+          work.sums[stage + 1][place] = sum % 10007 + place;
+      }
+    });
+  }
+}
+
+Work do_work(kvn::ThreadTeam* team, uint32_t seed, int late_member) {
+  Work work = {team, seed, late_member, {}, {}};
+  for (int place = 0; place < kTasks; ++place) work.sums[0][place] = place + seed % 7;
+  team->run(add_up, &work);
+  return work;
+}
+
+void check_same(const Work& found, const Work& expected) {
+  for (int stage = 0; stage < kStages; ++stage)
+    for (int task = 0; task < kTasks; ++task) {
+      CHECK(found.counts[stage][task] == (stage % 3 || task == 0));
+      CHECK(found.sums[stage + 1][task] == expected.sums[stage + 1][task]);
+    }
+}
+
+}  // namespace
+
+TEST(every_task_is_done_once_and_in_its_stage) {
+  std::unique_ptr<kvn::ThreadTeam> alone(kvn::ThreadTeam::create(1));
+  for (int size : {2, 3, 6}) {
+    std::unique_ptr<kvn::ThreadTeam> team(kvn::ThreadTeam::create(size));
+    CHECK(team != nullptr);
+    for (uint32_t seed = 0; seed < 60; ++seed)
+      for (int late_member = -1; late_member < 2; ++late_member)
+        check_same(do_work(team.get(), seed, late_member), do_work(alone.get(), seed, -2));
+  }
+}
+
+TEST(jobs_without_tasks_and_without_pauses) {
+  std::unique_ptr<kvn::ThreadTeam> team(kvn::ThreadTeam::create(3));
+  int64_t total = 0;
+  struct Counted {
+    kvn::ThreadTeam* team;
+    int64_t* total;
+  } counted{team.get(), &total};
+  for (int number = 0; number < 20000; ++number)
+    team->run(
+        [](void* argument, int member) {
+          auto& job = *static_cast<Counted*>(argument);
+          job.team->share_tasks(member, 0, [](int64_t) { CHECK(false); });
+          job.team->share_tasks(member, 1, [&](int64_t) { ++*job.total; });
+        },
+        &counted);
+  CHECK(total == 20000);
+}
+
+TEST(a_team_ends_while_its_members_sleep) {
+  for (int number = 0; number < 50; ++number) {
+    std::unique_ptr<kvn::ThreadTeam> team(kvn::ThreadTeam::create(4));
+    if (number % 2) do_work(team.get(), 1, -1);
+  }
+}
