@@ -14,6 +14,7 @@ from baton.process import log
 from baton.process.clock import Clock
 from baton.structured_output.grammar_compiler import compile_grammar, load_grammar_tokenizer
 from baton.types import AttemptSpec, StructuredOutput
+from node_engine.core.sequences.stop_rules import unwanted_ends
 from node_engine.structured_output.grammar_cache import GrammarCache
 from node_engine.structured_output.grammar_state import GrammarState
 from node_engine.structured_output.token_masks import MaskThread, PendingMask
@@ -51,7 +52,11 @@ class ConstraintFactory:
         return self._executor.submit(self.make_constraint, work)
 
     def make_constraint(self, work: AttemptSpec) -> GrammarState:
-        """Return the grammar's state after the tokens that were emitted. Raises BatonError."""
+        """Return the grammar's state after the tokens that were emitted. Raises BatonError.
+
+        The first mask takes longest, because it builds tables of the grammar. So it is computed
+        here, and no step waits for it.
+        """
         grammar = work.request.sampling.structured_output
         assert grammar is not None
         matcher = self.cache.get_matcher(grammar)
@@ -62,11 +67,14 @@ class ConstraintFactory:
                 raise GrammarFailed(
                     "the tokens that were emitted before break the output's grammar"
                 )
-        ends_of_text = set(self._tokenizer.result().eos_tokens) - self._eos_token_ids
+        ends_of_text = tuple(sorted(set(self._tokenizer.result().eos_tokens) - self._eos_token_ids))
         return GrammarState(
             matcher,
             self._request_mask,
-            excluded_token_ids=tuple(sorted(ends_of_text)),
+            excluded_token_ids=ends_of_text,
+            first_mask=None
+            if matcher.is_stopped()
+            else self._compute_first_mask(matcher, work, ends_of_text),
             on_failed=partial(self.cache.drop_grammar, grammar),
         )
 
@@ -78,6 +86,15 @@ class ConstraintFactory:
     def set_awaited_mask_callback(self, callback: Callable[[], None]) -> None:
         """`callback` is called on another thread when a sequence may join steps again."""
         self._masks.on_awaited_mask = callback
+
+    def _compute_first_mask(
+        self, matcher: LLMatcher, work: AttemptSpec, ends_of_text: tuple[int, ...]
+    ) -> PendingMask:
+        sampling, num_output_tokens = work.request.sampling, len(work.emitted_token_ids)
+        excluded = unwanted_ends(sampling, self._eos_token_ids, num_output_tokens)
+        mask = PendingMask(matcher, self._vocab_size, (*ends_of_text, *excluded))
+        mask.compute_ahead()
+        return mask
 
     def _request_mask(
         self, matcher: LLMatcher, excluded: tuple[int, ...], *, is_awaited: bool

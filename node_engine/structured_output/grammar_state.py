@@ -27,15 +27,17 @@ class GrammarState:
         request_mask: RequestMask,
         *,
         excluded_token_ids: tuple[int, ...] = (),
+        first_mask: PendingMask | None = None,
         on_failed: Callable[[], None] = lambda: None,
     ) -> None:
         """`excluded_token_ids` are never allowed: tokens that end a text for the tokenizer, but not
-        for the model. `on_failed` is called when a limit of the grammar is reached."""
+        for the model. `first_mask` is that of the present position. `on_failed` is called when a
+        limit of the grammar is reached."""
         self._matcher = matcher
         self._request_mask = request_mask
         self._excluded_token_ids = excluded_token_ids
         self._on_failed = on_failed
-        self._mask: PendingMask | None = None  # of the present position, once requested
+        self._mask = first_mask  # of the present position, once requested
         self._is_slow = False  # of the last position
 
     @property

@@ -31,6 +31,6 @@ def _draw_grammars(seed: int) -> Iterator[dict[str, Any]]:
 def encode_grammar_bodies(count: int) -> list[bytes]:
     """Requests for outputs under these grammars."""
     return [
-        json.dumps({"prompt": "a", "max_tokens": 32, "structured_outputs": grammar}).encode()
+        json.dumps({"prompt": "a", "max_tokens": 4, "structured_outputs": grammar}).encode()
         for grammar in list_hostile_grammars(count)
     ]

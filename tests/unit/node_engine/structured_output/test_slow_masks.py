@@ -106,6 +106,35 @@ def test_a_mask_that_cannot_be_computed_holds_nobody_back_and_does_not_end_the_t
     thread.close()
 
 
+@pytest.mark.parametrize(("min_tokens", "may_end"), [(0, True), (2, True), (3, False)])
+def test_the_first_mask_is_computed_before_a_step_needs_it(
+    min_tokens: int, *, may_end: bool
+) -> None:
+    factory = make_factory()
+    (a,) = grammar_tokenizer().tokenize_str("a")
+    grammar = StructuredOutput(GrammarKind.REGEX, "a*")
+    sampling = SamplingParams(8, structured_output=grammar, min_tokens=min_tokens)
+    state = factory.make_constraint(make_spec(sampling, emitted=(a, a)))
+    mask = state.start_mask_computation(())
+    assert mask.is_ready
+    assert set(allowed_tokens(mask)) == ({a, EOS} if may_end else {a})
+    factory.close()
+
+
+def test_a_complete_output_needs_no_first_mask() -> None:
+    factory = make_factory()
+    (a,) = grammar_tokenizer().tokenize_str("a")
+    grammar = StructuredOutput(GrammarKind.REGEX, "a")
+    sampling = SamplingParams(8, structured_output=grammar)
+    assert factory.make_constraint(make_spec(sampling, emitted=(a,))).is_complete
+    factory.close()
+
+
+def make_spec(sampling: SamplingParams, emitted: tuple[int, ...]) -> AttemptSpec:
+    request = Request(RequestId("a"), (1,), sampling, 60.0)
+    return AttemptSpec(AttemptKey(request.id, 0, 0), request, emitted_token_ids=emitted)
+
+
 def test_emitted_tokens_are_consumed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """llguidance holds Python's lock meanwhile: 0.1 seconds for 40,000 tokens."""
     sizes: list[int] = []
@@ -115,16 +144,17 @@ def test_emitted_tokens_are_consumed_in_parts(monkeypatch: pytest.MonkeyPatch) -
             sizes.append(len(tokens))
             return min(len(tokens), 1200 - sum(sizes[:-1]))
 
+        def is_stopped(self) -> bool:
+            return True
+
     factory = make_factory()
     monkeypatch.setattr(factory.cache, "get_matcher", lambda grammar: CountingMatcher())
     sampling = SamplingParams(4, structured_output=StructuredOutput(GrammarKind.REGEX, "a*"))
-    request = Request(RequestId("a"), (1,), sampling, 60.0)
-    key = AttemptKey(request.id, 0, 0)
-    factory.make_constraint(AttemptSpec(key, request, emitted_token_ids=(5,) * 1200))
+    factory.make_constraint(make_spec(sampling, emitted=(5,) * 1200))
     assert (sum(sizes), max(sizes)) == (1200, 512)
     sizes.clear()
     with pytest.raises(GrammarFailed, match="that were emitted before"):
-        factory.make_constraint(AttemptSpec(key, request, emitted_token_ids=(5,) * 1201))
+        factory.make_constraint(make_spec(sampling, emitted=(5,) * 1201))
     factory.close()
 
 
