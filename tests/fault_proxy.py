@@ -79,6 +79,8 @@ class FaultProxy:
 
     async def close(self) -> None:
         await self.refuse_connections()
+        for handler in self._handlers:
+            handler.cancel()
         await asyncio.gather(*self._handlers, return_exceptions=True)
 
     @property
@@ -133,27 +135,29 @@ class FaultProxy:
             self._server = await asyncio.start_server(self._on_connection, *self.address)
             self.address = self._server.sockets[0].getsockname()[:2]
 
-    async def _on_connection(
+    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted_connections += 1
+        if self._server is None:  # it was accepted when the proxy stopped listening
+            _close_with_reset(writer)
+            return
+        handler = asyncio.create_task(self._handle_connection(reader, writer))
+        self._handlers.add(handler)
+        handler.add_done_callback(self._handlers.discard)
+
+    async def _handle_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._handlers.add(task)
-        self.accepted_connections += 1
         try:
-            try:
-                upstream = await asyncio.open_connection(*self._upstream)
-            except OSError:
-                _close_with_reset(writer)
-                return
-            connection = _ProxiedConnection(self, (reader, writer), upstream)
-            self._connections.add(connection)
-            try:
-                await connection.run()
-            finally:
-                self._connections.discard(connection)
+            upstream = await asyncio.open_connection(*self._upstream)
+        except (OSError, asyncio.CancelledError):
+            _close_with_reset(writer)
+            return
+        connection = _ProxiedConnection(self, (reader, writer), upstream)
+        self._connections.add(connection)
+        try:
+            await connection.run()
         finally:
-            self._handlers.discard(task)
+            self._connections.discard(connection)
 
     def get_conditions(self, direction: Direction) -> LinkConditions:
         return self._conditions[direction]

@@ -2,8 +2,8 @@
 
 The model is made to repeat a passage of PASSAGE_TOKENS tokens in greedy outputs. At temperature 2
 its outputs are nearly random, and hardly a draft of the n-gram method is right. A draft model has
-one layer of DRAFT_LAYERS_SHARE. Both clusters get the same prompts in turns. A ratio is the median
-of its rounds'.
+one layer of DRAFT_LAYERS_SHARE. Both clusters get each prompt, one right after the other. A ratio
+is the median of its pairs of requests.
 
 What the formula of Leviathan et al. predicts stands beside what was measured:
 
@@ -20,7 +20,7 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,7 +65,7 @@ _PROMPT_TOKENS, _OUTPUT_TOKENS, _REQUESTS = 64, 256, 4
 
 @dataclass(slots=True)
 class WorkloadRounds:
-    """What was measured of one workload; a round has an entry in each list."""
+    """What was measured of one workload; a request has an entry in each list."""
 
     tokens_per_second: dict[str, list[float]] = field(default_factory=lambda: {OFF: [], ON: []})
     token_seconds: dict[str, list[float]] = field(default_factory=lambda: {OFF: [], ON: []})
@@ -203,22 +203,18 @@ async def _play_round(
             measured[method].append(measurement)
     after = await clusters[ON].get_draft_counters()
     for method, measurements in measured.items():
-        _add_measurements(result, method, measurements)
+        for measurement in measurements:
+            _add_measurement(result, method, measurement)
     for counter, value in after.items():
         gained = value - before.get(counter, 0.0)
         result.counters[counter] = result.counters.get(counter, 0.0) + gained
 
 
-def _add_measurements(
-    result: WorkloadRounds, method: str, measured: Sequence[RequestMeasurement]
-) -> None:
-    tokens = sum(each.received_tokens for each in measured)
-    seconds = sum(each.ended_at - each.due_at for each in measured)
-    later = tokens - len(measured)
-    result.tokens_per_second[method].append(tokens / seconds)
-    decode_seconds = sum(
-        each.token_arrivals[-1][0] - each.token_arrivals[0][0] for each in measured
-    )
+def _add_measurement(result: WorkloadRounds, method: str, measured: RequestMeasurement) -> None:
+    seconds = measured.ended_at - measured.due_at
+    later = measured.received_tokens - 1
+    result.tokens_per_second[method].append(measured.received_tokens / seconds)
+    decode_seconds = measured.token_arrivals[-1][0] - measured.token_arrivals[0][0]
     result.token_seconds[method].append(decode_seconds / max(1, later))
     if method == ON:
         result.output_tokens += later
