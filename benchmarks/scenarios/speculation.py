@@ -1,9 +1,12 @@
-"""Speculative decoding beside none: two clusters of one model, one request at a time.
+"""Speculative decoding beside none: clusters of one model, one request at a time.
 
 The model is made to repeat a passage of PASSAGE_TOKENS tokens in greedy outputs. At temperature 2
 its outputs are nearly random, and hardly a draft of the n-gram method is right. A draft model has
-one layer of DRAFT_LAYERS_SHARE. Both clusters get each prompt, one right after the other. A ratio
-is the median of its pairs of requests.
+one layer of DRAFT_LAYERS_SHARE. The clusters get each prompt, one right after the other. A ratio is
+the median of its pairs of requests.
+
+Equal processes differ by some percent, for example by where their memory lies. So there is a third
+cluster, the control, without speculation: how far its ratio is from 1 is what cannot be told apart.
 
 What the formula of Leviathan et al. predicts stands beside what was measured:
 
@@ -48,7 +51,7 @@ LEAST_RATIOS = {  # of tokens/s, with speculation
     "ngram": {"repetitive": 1.5, "random": 0.97},
     "draft": {"repetitive": 1.2, "random": 0.97},
 }
-OFF, ON = "none", "speculative"
+OFF, ON, CONTROL = METHODS = ("none", "speculative", "control")
 DRAFT_LAYERS_SHARE = 8  # layers of the served model to one of the draft model
 _HEARTBEAT_SECONDS = 0.2
 _SETTINGS: Mapping[str, Any] = {
@@ -63,19 +66,23 @@ _WARM_UP = 2  # requests
 _PROMPT_TOKENS, _OUTPUT_TOKENS, _REQUESTS = 64, 256, 4
 
 
+def _make_lists() -> dict[str, list[float]]:
+    return {method: [] for method in METHODS}
+
+
 @dataclass(slots=True)
 class WorkloadRounds:
     """What was measured of one workload; a request has an entry in each list."""
 
-    tokens_per_second: dict[str, list[float]] = field(default_factory=lambda: {OFF: [], ON: []})
-    token_seconds: dict[str, list[float]] = field(default_factory=lambda: {OFF: [], ON: []})
+    tokens_per_second: dict[str, list[float]] = field(default_factory=_make_lists)
+    token_seconds: dict[str, list[float]] = field(default_factory=_make_lists)
     counters: dict[str, float] = field(default_factory=dict)  # of drafts, added up
     output_tokens: int = 0  # with speculation, without the first one of each request
 
-    @property
-    def ratio(self) -> float:
-        pairs = zip(self.tokens_per_second[ON], self.tokens_per_second[OFF], strict=True)
-        return median(on / off for on, off in pairs)
+    def compute_ratio(self, method: str = ON) -> float:
+        """Tokens/s of a cluster to those without speculation."""
+        pairs = zip(self.tokens_per_second[method], self.tokens_per_second[OFF], strict=True)
+        return median(one / off for one, off in pairs)
 
     def count_tokens(self, result: str) -> float:
         return self.counters.get(f'baton_draft_tokens_total{{result="{result}"}}', 0.0)
@@ -96,7 +103,7 @@ class FormulaTerms:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "speculation", "two clusters of a random model, with speculative decoding and without"
+        "speculation", "clusters of a random model, with speculative decoding and without"
     )
     group.add_argument(
         "--speculative",
@@ -130,7 +137,7 @@ async def compare_speculation(
             settings["draft_model"] = str(draft)
         clusters = {
             method: await stack.enter_async_context(_serve(console, model, own))
-            for method, own in ((OFF, {}), (ON, settings))
+            for method, own in ((OFF, {}), (ON, settings), (CONTROL, {}))
         }
         rounds = {name: WorkloadRounds() for name in TEMPERATURES}
         for number in range(options.rounds):
@@ -183,7 +190,7 @@ async def _play_round(
     options: argparse.Namespace,
     number: int,
 ) -> None:
-    """Send each prompt to both clusters, one after the other, so that both have the same machine.
+    """Send each prompt to all clusters, one after the other, so that all have the same machine.
 
     The cluster that is first changes with each prompt.
     """
@@ -192,10 +199,11 @@ async def _play_round(
         PlannedRequest(0.0, prompt, output, seed=10_000 * number + place)
         for place in range(options.requests or _REQUESTS)
     ]
-    measured: dict[str, list[RequestMeasurement]] = {OFF: [], ON: []}
+    measured: dict[str, list[RequestMeasurement]] = {method: [] for method in METHODS}
     before = await clusters[ON].get_draft_counters()
     for place, request in enumerate(plan):
-        for method in (OFF, ON) if (number + place) % 2 else (ON, OFF):
+        first = (number + place) % len(METHODS)
+        for method in METHODS[first:] + METHODS[:first]:
             client = replace(clusters[method].client, temperature=TEMPERATURES[name])
             measurement = await client.measure_request(request, time.perf_counter())
             if measurement.error:
@@ -240,7 +248,7 @@ def measure_terms(result: WorkloadRounds) -> FormulaTerms | None:
 
 def build_table(rounds: Mapping[str, WorkloadRounds]) -> Table:
     table = Table(title="one request at a time", title_justify="left", box=None)
-    for heading in ("output", "tokens/s", "speculative", "ratio", "a", "k", "c", "formula"):
+    for heading in ("output", "tokens/s", ON, "ratio", CONTROL, "a", "k", "c", "formula"):
         table.add_column(heading, justify="left" if heading == "output" else "right")
     for name, result in rounds.items():
         terms = measure_terms(result)
@@ -258,7 +266,8 @@ def build_table(rounds: Mapping[str, WorkloadRounds]) -> Table:
             name,
             f"{median(result.tokens_per_second[OFF]):.1f}",
             f"{median(result.tokens_per_second[ON]):.1f}",
-            f"{result.ratio:.3f}",
+            f"{result.compute_ratio():.3f}",
+            f"{result.compute_ratio(CONTROL):.3f}",
             *formula,
         )
     return table
@@ -271,7 +280,10 @@ def _to_rows(method: str, name: str, result: WorkloadRounds, command: str) -> li
         make_row(
             f"{prefix}/speculative", median(result.tokens_per_second[ON]), "tokens/s", command
         ),
-        make_row(f"{prefix}/ratio", result.ratio, "times", command, LEAST_RATIOS[method][name]),
+        make_row(
+            f"{prefix}/ratio", result.compute_ratio(), "times", command, LEAST_RATIOS[method][name]
+        ),
+        make_row(f"{prefix}/control", result.compute_ratio(CONTROL), "times", command),
     ]
     if terms is not None:
         rows += [

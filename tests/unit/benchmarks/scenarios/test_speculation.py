@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.scenarios.speculation import (
+    CONTROL,
     OFF,
     ON,
     WorkloadRounds,
@@ -18,7 +19,11 @@ def make_rounds(
     steps = 1000 - accepted
     seconds = 0.002 * (steps + cost * (accepted + rejected + unused))
     return WorkloadRounds(
-        tokens_per_second={OFF: [500.0, 400.0, 500.0], ON: [1000.0, 800.0, 900.0]},
+        tokens_per_second={
+            OFF: [500.0, 400.0, 500.0],
+            ON: [1000.0, 800.0, 900.0],
+            CONTROL: [510.0, 400.0, 400.0],
+        },
         token_seconds={OFF: [0.002] * 3, ON: [seconds / 1000] * 3},
         counters={
             "baton_drafts_total": float(drafts),
@@ -39,7 +44,8 @@ def test_terms_are_found_again() -> None:
     assert terms.relative_cost == pytest.approx(0.05)
     a, k, c = 6 / 7, 4, 0.05
     assert terms.speedup == pytest.approx((1 - a ** (k + 1)) / ((1 - a) * (1 + k * c)))
-    assert rounds.ratio == 2.0
+    assert rounds.compute_ratio() == 2.0
+    assert rounds.compute_ratio(CONTROL) == 1.0
 
 
 def test_without_drafts_there_is_no_formula() -> None:
