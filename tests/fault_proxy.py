@@ -142,7 +142,12 @@ class FaultProxy:
             return
         handler = asyncio.create_task(self._handle_connection(reader, writer))
         self._handlers.add(handler)
-        handler.add_done_callback(self._handlers.discard)
+        handler.add_done_callback(lambda _: self._on_handled(handler, writer))
+
+    def _on_handled(self, handler: "asyncio.Task[None]", writer: asyncio.StreamWriter) -> None:
+        self._handlers.discard(handler)
+        if not writer.transport.is_closing():  # it was cancelled before it began
+            _close_with_reset(writer)
 
     async def _handle_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -195,11 +200,11 @@ class _ProxiedConnection:
             await asyncio.wait({pumping, reset}, return_when=asyncio.FIRST_COMPLETED)
             is_orderly = pumping.done() and pumping.result() and not reset.done()
         finally:
+            for writer in self._writers:
+                writer.close() if is_orderly else _close_with_reset(writer)
             pumping.cancel()
             reset.cancel()
             await asyncio.gather(pumping, reset, return_exceptions=True)
-            for writer in self._writers:
-                writer.close() if is_orderly else _close_with_reset(writer)
 
     async def _pump_all(self) -> bool:
         """Run until both directions have ended; whether neither ended with an error."""
