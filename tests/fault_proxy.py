@@ -66,7 +66,7 @@ class FaultProxy:
         self._conditions = dict.fromkeys(Direction, NO_FAULTS)
         self._connections: set[_ProxiedConnection] = set()
         self._handlers: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self._listening: socket.socket | None = None
         self.address: Address = ("127.0.0.1", 0)
 
     @classmethod
@@ -79,6 +79,7 @@ class FaultProxy:
 
     async def close(self) -> None:
         await self.refuse_connections()
+        await asyncio.sleep(0)  # one that is cancelled before it begins would close nothing
         for handler in self._handlers:
             handler.cancel()
         await asyncio.gather(*self._handlers, return_exceptions=True)
@@ -118,9 +119,10 @@ class FaultProxy:
 
     async def refuse_connections(self) -> None:
         """Stop listening and reset open connections, until `heal`."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        if self._listening is not None:
+            asyncio.get_running_loop().remove_reader(self._listening)
+            self._listening.close()
+            self._listening = None
         self.reset_connections()
 
     async def heal(self) -> None:
@@ -131,33 +133,38 @@ class FaultProxy:
     # inside
 
     async def _listen(self) -> None:
-        if self._server is None:
-            self._server = await asyncio.start_server(self._on_connection, *self.address)
-            self.address = self._server.sockets[0].getsockname()[:2]
+        """Accept connections here: an asyncio.Server of Python 3.11 that is closed loses those that
+        it is accepting."""
+        if self._listening is None:
+            self._listening = socket.create_server(self.address)
+            self._listening.setblocking(False)
+            self.address = self._listening.getsockname()[:2]
+            asyncio.get_running_loop().add_reader(self._listening, self._accept_connection)
 
-    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.accepted_connections += 1
-        if self._server is None:  # it was accepted when the proxy stopped listening
-            _close_with_reset(writer)
+    def _accept_connection(self) -> None:
+        assert self._listening is not None
+        try:
+            connection, _ = self._listening.accept()
+        except OSError:  # it was reset before
             return
-        handler = asyncio.create_task(self._handle_connection(reader, writer))
+        connection.setblocking(False)
+        self.accepted_connections += 1
+        handler = asyncio.create_task(self._handle_connection(connection))
         self._handlers.add(handler)
-        handler.add_done_callback(lambda _: self._on_handled(handler, writer))
+        handler.add_done_callback(self._handlers.discard)
 
-    def _on_handled(self, handler: "asyncio.Task[None]", writer: asyncio.StreamWriter) -> None:
-        self._handlers.discard(handler)
-        if not writer.transport.is_closing():  # it was cancelled before it began
-            _close_with_reset(writer)
-
-    async def _handle_connection(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _handle_connection(self, accepted: socket.socket) -> None:
+        try:
+            dialler = await asyncio.open_connection(sock=accepted)
+        except (OSError, asyncio.CancelledError):
+            accepted.close()
+            return
         try:
             upstream = await asyncio.open_connection(*self._upstream)
         except (OSError, asyncio.CancelledError):
-            _close_with_reset(writer)
+            _close_with_reset(dialler[1])
             return
-        connection = _ProxiedConnection(self, (reader, writer), upstream)
+        connection = _ProxiedConnection(self, dialler, upstream)
         self._connections.add(connection)
         try:
             await connection.run()

@@ -72,7 +72,7 @@ def _make_lists() -> dict[str, list[float]]:
 
 @dataclass(slots=True)
 class WorkloadRounds:
-    """What was measured of one workload; a request has an entry in each list."""
+    """Measurements of one workload; each list has one value per request."""
 
     tokens_per_second: dict[str, list[float]] = field(default_factory=_make_lists)
     token_seconds: dict[str, list[float]] = field(default_factory=_make_lists)
@@ -80,7 +80,7 @@ class WorkloadRounds:
     output_tokens: int = 0  # with speculation, without the first one of each request
 
     def compute_ratio(self, method: str = ON) -> float:
-        """Tokens/s of a cluster to those without speculation."""
+        """The median over requests of the cluster's tokens/s divided by those without drafts."""
         pairs = zip(self.tokens_per_second[method], self.tokens_per_second[OFF], strict=True)
         return median(one / off for one, off in pairs)
 
@@ -190,9 +190,10 @@ async def _play_round(
     options: argparse.Namespace,
     number: int,
 ) -> None:
-    """Send each prompt to all clusters, one after the other, so that all have the same machine.
+    """Send each prompt to every cluster, one after the other.
 
-    The cluster that is first changes with each prompt.
+    So a change of the machine's speed affects all alike. The cluster that is first changes with
+    each prompt.
     """
     prompt, output = int(options.prompt or _PROMPT_TOKENS), int(options.output or _OUTPUT_TOKENS)
     plan = [

@@ -168,7 +168,7 @@ class _PublishTask:
         self._held_hit: PoolHit | None = None
 
     def run(self) -> None:
-        """Publish the blocks and conclude the job, or raise."""
+        """Publish the blocks and conclude the job. Raises BatonError if that is not possible."""
         try:
             end = self._job.request.first_block
             while end < self._job.end_block:

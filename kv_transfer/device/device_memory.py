@@ -87,8 +87,11 @@ class TransferDevice(Protocol):
 
     @property
     def driver_file(self) -> Path:
-        """The driver's device file. A process that writes to this memory holds a lock on it; see
-        ProvableWriter."""
+        """Path of the driver's device file, such as /dev/nvidia0.
+
+        Each process that writes to this memory holds a lock on the file, so that its end can be
+        proven; see ProvableWriter.
+        """
         ...
 
     @property

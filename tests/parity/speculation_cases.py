@@ -77,7 +77,7 @@ def run_node(
 
 
 @contextmanager
-def constrained_works(
+def make_constrained_works(
     model: Path, count: int
 ) -> Iterator[tuple[ConstraintFactory, list[AttemptSpec]]]:
     """Sampled requests whose outputs obey SCHEMA, and what makes their constraints."""

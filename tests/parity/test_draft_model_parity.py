@@ -26,8 +26,8 @@ from tests.parity.speculation_cases import (
     LENGTHS,
     NEW_TOKENS,
     SAMPLED,
-    constrained_works,
     load_engine,
+    make_constrained_works,
     make_prompts,
     run_constrained_works,
     run_node,
@@ -124,7 +124,7 @@ def test_a_sequence_that_goes_on_elsewhere_is_drafted_there(folder: Path) -> Non
 def test_a_grammar_holds_at_every_drafted_position(folder: Path) -> None:
     model = build_model("llama", folder, eos_token_id=0)
     engine, draft_engine = load_engine(model, "native"), load_engine(model, "native")
-    with constrained_works(model, 3) as (factory, works):
+    with make_constrained_works(model, 3) as (factory, works):
         plain = run_constrained_works(SpeculatingNode(engine, 0), factory, works)
         node = SpeculatingNode(engine, 5, draft_engine=draft_engine)
         assert run_constrained_works(node, factory, works) == plain

@@ -21,9 +21,9 @@ from tests.parity.speculation_cases import (
     LENGTHS,
     NEW_TOKENS,
     SAMPLED,
-    constrained_works,
     list_contexts,
     load_engine,
+    make_constrained_works,
     make_prompts,
     run_constrained_works,
     run_node,
@@ -123,7 +123,7 @@ def test_a_grammar_holds_at_every_drafted_position(
     monkeypatch.setattr(grammar_state, "SLOW_MASK_SECONDS", -1.0 if has_slow_masks else math.inf)
     model = build_model("llama", folder, eos_token_id=0)
     engine = load_engine(model, kernels)
-    with constrained_works(model, 4) as (factory, works):
+    with make_constrained_works(model, 4) as (factory, works):
         plain = run_constrained_works(SpeculatingNode(engine, 0), factory, works)
         assert all(each[-1].finish_reason is not None for each in plain)
         node = SpeculatingNode(engine, 5)

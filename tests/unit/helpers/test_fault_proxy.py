@@ -1,6 +1,8 @@
 """The proxy must do what chaos rounds believe it does."""
 
 import asyncio
+import gc
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -194,3 +196,26 @@ async def test_missing_upstream_looks_like_a_reset() -> None:
             await reader.read(1)
     writer.close()
     await link.close()
+
+
+@pytest.mark.parametrize("num_turns", range(14))
+async def test_nothing_is_left_open_when_the_proxy_closes_while_it_is_dialled(
+    num_turns: int,
+) -> None:
+    """`num_turns` of the event loop pass in between, so that each step of accepting is met."""
+    gc.collect()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        async with proxied_echo_server() as (link, _):
+            dials = [asyncio.create_task(asyncio.open_connection(*link.address)) for _ in range(8)]
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                await link.close()
+            for dialled in await asyncio.gather(*dials, return_exceptions=True):
+                if not isinstance(dialled, BaseException):
+                    dialled[1].transport.abort()
+            del dials, dialled
+        await asyncio.sleep(0)
+        gc.collect()
+    assert [str(warning.message) for warning in seen] == []

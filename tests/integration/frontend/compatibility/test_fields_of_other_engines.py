@@ -2,12 +2,10 @@
 and else refused by name."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from coordinator.frontend.http.schema.body_decoder import RequestBody
 from coordinator.frontend.http.schema.chat_messages import ChatMessageParam
@@ -24,10 +22,7 @@ from tests.integration.frontend.compatibility.openai_field_tables import (
 )
 from tests.integration.frontend.frontend_harness import (
     FrontendHarness,
-    finished_event,
-    running_frontend,
 )
-from tests.small_tokenizers import chat_tokenizer
 
 ENGINES = json.loads(
     (Path(__file__).resolve().parents[3] / "data" / "engine_fields.json").read_text()
@@ -40,13 +35,6 @@ BODIES: dict[str, tuple[str, type[RequestBody], dict[str, Any]]] = {
 }
 UNSUPPORTED_VALUE = {"x": ["something"]}  # what no field has as a value that asks for nothing
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def front() -> AsyncIterator[FrontendHarness]:
-    async with running_frontend(text=chat_tokenizer()) as running:
-        running.backend.script = lambda generation: generation.emit_events(finished_event())
-        yield running
 
 
 @pytest.mark.parametrize("engine", list(ENGINES))

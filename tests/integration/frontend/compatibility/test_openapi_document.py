@@ -3,7 +3,6 @@ it."""
 
 import json
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -16,20 +15,10 @@ from tests.integration.frontend.compatibility.openai_field_tables import (
 )
 from tests.integration.frontend.frontend_harness import (
     FrontendHarness,
-    finished_event,
-    running_frontend,
 )
-from tests.small_tokenizers import chat_tokenizer
 
 jsonschema = pytest.importorskip("jsonschema")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def front() -> AsyncIterator[FrontendHarness]:
-    async with running_frontend(text=chat_tokenizer()) as running:
-        running.backend.script = lambda generation: generation.emit_events(finished_event())
-        yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

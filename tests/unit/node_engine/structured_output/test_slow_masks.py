@@ -108,13 +108,17 @@ def test_a_mask_that_cannot_be_computed_holds_nobody_back_and_does_not_end_the_t
 
 @pytest.mark.parametrize(("min_tokens", "may_end"), [(0, True), (2, True), (3, False)])
 def test_the_first_mask_is_computed_before_a_step_needs_it(
-    min_tokens: int, *, may_end: bool
+    monkeypatch: pytest.MonkeyPatch, min_tokens: int, *, may_end: bool
 ) -> None:
+    def refuse_request(*_: object, **__: object) -> None:
+        raise AssertionError("the mask is computed when a step asks for it")
+
+    monkeypatch.setattr(MaskThread, "request_mask", refuse_request)
     factory = make_factory()
     (a,) = grammar_tokenizer().tokenize_str("a")
     grammar = StructuredOutput(GrammarKind.REGEX, "a*")
     sampling = SamplingParams(8, structured_output=grammar, min_tokens=min_tokens)
-    state = factory.make_constraint(make_spec(sampling, emitted=(a, a)))
+    state = factory.make_constraint(make_attempt_spec(sampling, emitted=(a, a)))
     mask = state.start_mask_computation(())
     assert mask.is_ready
     assert set(allowed_tokens(mask)) == ({a, EOS} if may_end else {a})
@@ -126,11 +130,11 @@ def test_a_complete_output_needs_no_first_mask() -> None:
     (a,) = grammar_tokenizer().tokenize_str("a")
     grammar = StructuredOutput(GrammarKind.REGEX, "a")
     sampling = SamplingParams(8, structured_output=grammar)
-    assert factory.make_constraint(make_spec(sampling, emitted=(a,))).is_complete
+    assert factory.make_constraint(make_attempt_spec(sampling, emitted=(a,))).is_complete
     factory.close()
 
 
-def make_spec(sampling: SamplingParams, emitted: tuple[int, ...]) -> AttemptSpec:
+def make_attempt_spec(sampling: SamplingParams, emitted: tuple[int, ...]) -> AttemptSpec:
     request = Request(RequestId("a"), (1,), sampling, 60.0)
     return AttemptSpec(AttemptKey(request.id, 0, 0), request, emitted_token_ids=emitted)
 
@@ -150,11 +154,11 @@ def test_emitted_tokens_are_consumed_in_parts(monkeypatch: pytest.MonkeyPatch) -
     factory = make_factory()
     monkeypatch.setattr(factory.cache, "get_matcher", lambda grammar: CountingMatcher())
     sampling = SamplingParams(4, structured_output=StructuredOutput(GrammarKind.REGEX, "a*"))
-    factory.make_constraint(make_spec(sampling, emitted=(5,) * 1200))
+    factory.make_constraint(make_attempt_spec(sampling, emitted=(5,) * 1200))
     assert (sum(sizes), max(sizes)) == (1200, 512)
     sizes.clear()
     with pytest.raises(GrammarFailed, match="that were emitted before"):
-        factory.make_constraint(make_spec(sampling, emitted=(5,) * 1201))
+        factory.make_constraint(make_attempt_spec(sampling, emitted=(5,) * 1201))
     factory.close()
 
 
