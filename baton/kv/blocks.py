@@ -171,11 +171,18 @@ class HashChain:
 
     def parent_hash(self, block: int) -> BlockHash:
         """Return the hash of the block before logical block `block`: the root for block 0."""
-        while len(self._hashes) <= block:
-            self._hashes.append(
-                block_hash(self._hashes[-1], self.block_tokens(len(self._hashes) - 1))
-            )
+        if len(self._hashes) <= block:
+            self._extend_hashes(block)
         return self._hashes[block]
+
+    def _extend_hashes(self, blocks: int) -> None:
+        known, size = len(self._hashes) - 1, self.block_size
+        packed = pack_tokens(self.tokens[known * size : blocks * size])
+        hashes = compute_packed_hashes(self._hashes[-1], packed, size)
+        self._hashes += (
+            BlockHash(hashes[start : start + HASH_BYTES])
+            for start in range(0, len(hashes), HASH_BYTES)
+        )
 
     def block_hash(self, block: int) -> BlockHash:
         return self.parent_hash(block + 1)

@@ -18,8 +18,9 @@ from baton.process import liveness, log, log_capture
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
-# Seconds after which a thread gives Python's lock to another, so that the event loop waits little.
-_SWITCH_INTERVAL = 0.001
+# Seconds after which a thread gives Python's lock to another, so that the event loop and the thread
+# of the transfer plane wait little.
+_SWITCH_INTERVAL = 0.0002
 _FINAL_FLUSH_SECONDS = 0.2  # for the last log lines after a second signal
 
 

@@ -2,10 +2,12 @@
 
     python -m benchmarks.device.handoff_slowdown [--prompt 2048] [--requests 16] [--transport auto]
 
-One prefill and one decode node with random weights of the shape of an 8B Llama; prompts one at a
-time. `exposed` is the time from the last layer computed to the last slab landed, and `slowed by` is
-as in `baton explain` (docs/operating.md#what-a-hand-off-costs), also as a share of the forward
-pass. With one GPU both nodes share it.
+One prefill and one decode node, and beside them a colocated one, with random weights of the shape
+of an 8B Llama; prompts one at a time, each sent to both clusters. `exposed` is the time from the
+last layer computed to the last slab landed, and `slowed by` is as in `baton explain`
+(docs/operating.md#what-a-hand-off-costs), also as a share of the forward pass. That is an upper
+bound; the last line compares what computing a prompt took both clusters. With one GPU all nodes
+share it.
 """
 
 import argparse
@@ -13,12 +15,16 @@ import asyncio
 import random
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import grpc
+import httpx2
 from rich.console import Console
 
+from baton.cli.supervisor.supervisor import Supervisor
 from baton.config.pool_config import NO_POOL
 from baton.errors import NodeFailed
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
@@ -28,63 +34,93 @@ from benchmarks.figures.percentiles import percentile
 
 _OUTPUT_TOKENS = 16  # enough that prefill has reported the hand-off before the answer ends
 _WARM_UP = 3
+_REPORT_SECONDS = 2.5  # within which nodes report what they have counted
 _VOCABULARY = 500
 
 
-async def measure(
-    folder: Path, options: argparse.Namespace, console: Console
-) -> list[tuple[float, common_pb2.HandoffReport]]:
-    """The time to first token of each request, in seconds, and its hand-off."""
-    async with serve_model_folder(
-        console,
-        folder,
-        start_timeout=options.seconds,
-        mode="disaggregated",
-        prefill=1,
-        decode=1,
-        device=options.device,
-        load_format="dummy",
-        kv_memory=str(options.kv_memory),
-        max_model_len=2 * options.prompt,
-        max_num_seqs=64,
-        pool_memory=NO_POOL,
-        transport=options.transport,
-    ) as cluster:
-        async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
-            stub = generation_pb2_grpc.GenerationStub(channel)
-            rng = random.Random(0)
-            answers = [
-                await _send_request(stub, rng, options.prompt)
-                for _ in range(_WARM_UP + options.requests)
-            ]
-    return answers[_WARM_UP:]
+@dataclass(frozen=True, slots=True)
+class HandoffCosts:
+    """What was measured of all prompts."""
+
+    ttfts: list[float]  # seconds, of the prefill and decode node
+    handoffs: list[common_pb2.HandoffReport]
+    compute_seconds: float  # of a prompt, where it is handed over: the mean
+    colocated_compute_seconds: float  # where it is not
+
+
+async def measure(folder: Path, options: argparse.Namespace, console: Console) -> HandoffCosts:
+    settings: dict[str, Any] = {
+        "start_timeout": options.seconds,
+        "device": options.device,
+        "load_format": "dummy",
+        "kv_memory": str(options.kv_memory),
+        "max_model_len": 2 * options.prompt,
+        "max_num_seqs": 64,
+        "pool_memory": NO_POOL,
+        "transport": options.transport,
+    }
+    split_nodes: dict[str, Any] = {"mode": "disaggregated", "prefill": 1, "decode": 1}
+    async with (
+        serve_model_folder(console, folder, **settings, **split_nodes) as split,
+        serve_model_folder(console, folder, **settings, mode="colocated") as colocated,
+        grpc.aio.insecure_channel(split.endpoints.grpc) as split_channel,
+        grpc.aio.insecure_channel(colocated.endpoints.grpc) as colocated_channel,
+    ):
+        split_stub = generation_pb2_grpc.GenerationStub(split_channel)
+        colocated_stub = generation_pb2_grpc.GenerationStub(colocated_channel)
+        rng = random.Random(0)
+        answers = []
+        before = 0.0, 0.0
+        for number in range(_WARM_UP + options.requests):
+            if number == _WARM_UP:
+                before = await _read_prefill_seconds(split), await _read_prefill_seconds(colocated)
+            prompt = [rng.randrange(16, _VOCABULARY) for _ in range(options.prompt)]
+            answers.append(await _send_request(split_stub, prompt))
+            await _send_request(colocated_stub, prompt)
+        after = await _read_prefill_seconds(split), await _read_prefill_seconds(colocated)
+    means = [(last - first) / options.requests for first, last in zip(before, after, strict=True)]
+    handoffs = [answer.timeline.handoff for _, answer in answers[_WARM_UP:]]
+    if not all(handoff.transport for handoff in handoffs):
+        raise NodeFailed("an answer had no hand-off")
+    return HandoffCosts([ttft for ttft, _ in answers[_WARM_UP:]], handoffs, *means)
+
+
+async def _read_prefill_seconds(cluster: Supervisor) -> float:
+    """Seconds that the cluster's devices have computed prompts."""
+    await asyncio.sleep(_REPORT_SECONDS)
+    async with httpx2.AsyncClient() as client:
+        text = (await client.get(f"http://{cluster.endpoints.admin}/metrics")).text
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line.startswith("baton_device_seconds_total{") and 'phase="prefill"' in line
+    )
 
 
 async def _send_request(
-    stub: generation_pb2_grpc.GenerationStub, rng: random.Random, prompt_tokens: int
-) -> tuple[float, common_pb2.HandoffReport]:
+    stub: generation_pb2_grpc.GenerationStub, prompt: list[int]
+) -> tuple[float, generation_pb2.GenerateResponse]:
+    """Seconds to the first token, and the last message of the answer."""
     request = generation_pb2.GenerateRequest(
-        token_ids=common_pb2.TokenIds(
-            ids=[rng.randrange(16, _VOCABULARY) for _ in range(prompt_tokens)]
-        ),
+        token_ids=common_pb2.TokenIds(ids=prompt),
         max_tokens=_OUTPUT_TOKENS,
         temperature=0.0,
         ignore_eos=True,
     )
-    first, started = None, time.perf_counter()
+    first, answer, started = None, None, time.perf_counter()
     async for answer in stub.Generate(request, timeout=60.0):
         if first is None and answer.token_ids:
             first = time.perf_counter()
-    if first is None or not answer.timeline.handoff.transport:
-        raise NodeFailed("an answer had no tokens, or no hand-off")
-    return first - started, answer.timeline.handoff
+    if first is None or answer is None:
+        raise NodeFailed("an answer had no tokens")
+    return first - started, answer
 
 
-def report(samples: list[tuple[float, common_pb2.HandoffReport]]) -> list[str]:
+def report(costs: HandoffCosts) -> list[str]:
     """Lines with medians and the largest values."""
-    reports = [handoff for _, handoff in samples]
+    reports = costs.handoffs
     figures = {
-        "time to first token, ms": [ttft * 1e3 for ttft, _ in samples],
+        "time to first token, ms": [ttft * 1e3 for ttft in costs.ttfts],
         "forward pass, ms": [one.compute_seconds * 1e3 for one in reports],
         "exposed, ms": [one.exposed_seconds * 1e3 for one in reports],
         "commit, ms": [one.commit_seconds * 1e3 for one in reports],
@@ -94,11 +130,16 @@ def report(samples: list[tuple[float, common_pb2.HandoffReport]]) -> list[str]:
         ],
         "layers at once": [float(one.group_layers) for one in reports],
     }
-    lines = [f"{len(samples)} hand-offs over {sorted({one.transport for one in reports})}"]
+    lines = [f"{len(reports)} hand-offs over {sorted({one.transport for one in reports})}"]
     lines += [
         f"{name}: median {percentile(values, 50):.2f}, largest {max(values):.2f}"
         for name, values in figures.items()
     ]
+    handed_over, colocated = costs.compute_seconds * 1e3, costs.colocated_compute_seconds * 1e3
+    lines.append(
+        f"computing a prompt, ms: mean {handed_over:.2f}, colocated {colocated:.2f}, "
+        f"{handed_over / colocated:.3f} of it"
+    )
     return lines
 
 
@@ -114,8 +155,8 @@ def main() -> None:
     options = parser.parse_args()
     with TemporaryDirectory(prefix="baton-bench-slowdown-") as scratch:
         folder = write_llama_folder(Path(scratch, "model"), LLAMA_CONFIGS[options.model])
-        samples = asyncio.run(measure(folder, options, Console(stderr=True)))
-    for line in report(samples):
+        costs = asyncio.run(measure(folder, options, Console(stderr=True)))
+    for line in report(costs):
         sys.stdout.write(line + "\n")
 
 

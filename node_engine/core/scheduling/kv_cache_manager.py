@@ -205,7 +205,9 @@ class KVCacheManager:
         Other choices of the same prompt can then reuse the whole context.
         """
         size = self._block_pool.block_size
-        for number in range(sequence.num_indexed_blocks, sequence.num_computed_tokens // size):
+        end = sequence.num_computed_tokens // size
+        sequence.chain.parent_hash(end)  # computes all hashes at once
+        for number in range(sequence.num_indexed_blocks, end):
             self._block_pool.index_block(sequence.block_table[number], sequence.chain, number)
             sequence.num_indexed_blocks = number + 1
         if sequence.num_computed_tokens == sequence.context_len and sequence.context_len % size:

@@ -5,9 +5,8 @@ planes and the shared pool read and write the host arena, which is pinned: block
 the two when somebody else reads or has written them, layer by layer while a step runs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 
 import torch
 
@@ -17,6 +16,12 @@ from kv_kernels.reference.paged_attention import PagedCache
 from kv_kernels.triton.block_copy import copy_blocks_between
 from node_engine.core.step.engine import make_completed_save
 from node_engine.core.step.step_batch import SequenceSlice
+from node_engine.model.gpu.layer_savers import (
+    CudaLayerReporter,
+    CudaLayerSaver,
+    HostLayerSaver,
+    LayerSaver,
+)
 from node_engine.model.gpu.side_copies import SideCopies
 
 
@@ -105,10 +110,16 @@ class DeviceCache:
 
     def save_layers(
         self, blocks: Sequence[BlockIndex], on_saved: Callable[[int], None]
-    ) -> "LayerSaver":
-        """A saver for the layers of one step; `on_saved` gets each layer that is in host memory."""
-        saver = CudaLayerSaver if self._device.type == "cuda" else LayerSaver
-        return saver(self.cache.arena, self.host, self._as_tensor(blocks), on_saved)
+    ) -> LayerSaver:
+        """A saver for the layers of one step; `on_saved` gets each layer that is in host memory.
+
+        Without `blocks` nothing is copied, and `on_saved` gets each layer that is computed.
+        """
+        if self._device.type != "cuda":
+            return HostLayerSaver(self.cache.arena, self.host, self._as_tensor(blocks), on_saved)
+        if not blocks:
+            return CudaLayerReporter(on_saved)
+        return CudaLayerSaver(self.cache.arena, self.host, self._as_tensor(blocks), on_saved)
 
     def _as_tensor(self, blocks: Sequence[BlockIndex]) -> torch.Tensor:
         return copy_numbers_to_device(blocks, torch.int32, self._device)
@@ -123,95 +134,3 @@ class DeviceCache:
                 f"the KV cache needs {needed} bytes on the GPU and {free} of {total} are free after"
                 " the model's weights: lower --kv-memory"
             )
-
-
-class LayerSaver:
-    """Copies a step's blocks to host memory, layer by layer, in the order of the launches."""
-
-    def __init__(
-        self,
-        device: torch.Tensor,
-        host: torch.Tensor,
-        blocks: torch.Tensor,  # int32 [n]
-        on_saved: Callable[[int], None],
-    ) -> None:
-        self._device, self._host, self._blocks = device, host, blocks
-        self._on_saved = on_saved
-
-    def on_layer_written(self, layer: int) -> None:
-        """The launches that write this layer are queued: queue its copy."""
-        copy_blocks_between(self._device, self._host, self._blocks, layer)
-        self._on_saved(layer)
-
-    def finish(self) -> None:
-        """Report the remaining layers; returns when all copies have ended."""
-
-    def measure_copy_wait(self) -> float:
-        """After `finish`: seconds by which the last copy ended later than the step itself."""
-        return 0.0
-
-    @contextmanager
-    def finished_at_exit(self) -> Iterator[None]:
-        """Leave no copy running, whatever the block raises."""
-        yield
-        self.finish()
-
-
-class CudaLayerSaver(LayerSaver):
-    """Copies on a stream of its own, ordered by events, so that no kernel waits for a copy."""
-
-    _stream: torch.cuda.Stream | None = None
-
-    def __init__(
-        self,
-        device: torch.Tensor,
-        host: torch.Tensor,
-        blocks: torch.Tensor,
-        on_saved: Callable[[int], None],
-    ) -> None:
-        super().__init__(device, host, blocks, on_saved)
-        if CudaLayerSaver._stream is None:
-            CudaLayerSaver._stream = torch.cuda.Stream()
-        self._side = CudaLayerSaver._stream
-        self._side.wait_stream(torch.cuda.current_stream())
-        self._saved: list[tuple[int, torch.cuda.Event]] = []
-        self._num_reported = 0
-        self._computed = torch.cuda.Event(enable_timing=True)
-
-    def on_layer_written(self, layer: int) -> None:
-        written = torch.cuda.Event()
-        written.record()
-        with torch.cuda.stream(self._side):
-            self._side.wait_event(written)
-            copy_blocks_between(self._device, self._host, self._blocks, layer)
-            saved = torch.cuda.Event(enable_timing=True)
-            saved.record()
-        self._saved.append((layer, saved))
-        while self._num_reported < len(self._saved) and self._saved[self._num_reported][1].query():
-            self._report_next()
-
-    def finish(self) -> None:
-        self._computed.record()
-        while self._num_reported < len(self._saved):
-            self._saved[self._num_reported][1].synchronize()
-            self._report_next()
-
-    def measure_copy_wait(self) -> float:
-        if not self._saved or not self._computed.query():
-            return 0.0  # the copies have ended first
-        milliseconds: float = self._computed.elapsed_time(self._saved[-1][1])
-        return max(0.0, milliseconds * 1e-3)
-
-    @contextmanager
-    def finished_at_exit(self) -> Iterator[None]:
-        try:
-            yield
-            self.finish()
-        finally:
-            # The next step of this stream may overwrite what is being copied.
-            self._side.synchronize()
-
-    def _report_next(self) -> None:
-        layer, _ = self._saved[self._num_reported]
-        self._num_reported += 1
-        self._on_saved(layer)
