@@ -127,7 +127,6 @@ def test_no_copy_runs_on_when_the_launch_of_a_step_fails(gpu: FakeGpu) -> None:
     reported: list[int] = []
     saver = make_saver(reported)
 
-
     def fail_launch() -> None:
         with saver.finished_at_exit():
             saver.on_layer_written(0)
