@@ -58,7 +58,7 @@ from node_engine.host.engine_factory import (
     node_failed_at_device_loss,
     resolve_device_type,
 )
-from node_engine.host.engine_measurement import choose_measured_limits, measure_engine
+from node_engine.host.engine_measurement import measure_limits
 from node_engine.host.host_arena import HostArena, create_host_arena, require_cache_memory
 from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.node_runtime import NodeRuntime, call_on_loop
@@ -111,19 +111,18 @@ async def run_node(
         require_cache_memory(config, device)  # fail before a model is loaded
         engine = await asyncio.to_thread(build_engine, config, device, limits)
         STARTUP.end_phase("model")
-        constraints = make_constraint_factory(config, engine)
         config = await with_advertised_address(config, stop)
         if stop.is_set():
             return
         arena = await asyncio.to_thread(create_arena, config, device, limits, engine)
         opened.callback(arena.close)
         STARTUP.end_phase("arena")
+        constraints = make_constraint_factory(config, engine)  # reads beside the warm-up
         await asyncio.to_thread(warm_up_engine, engine, arena, limits.max_batched_tokens, stop)
         STARTUP.end_phase("warm_up")
         if stop.is_set():
             return
-        measured = await asyncio.to_thread(measure_engine, engine, arena.num_blocks, limits, device)
-        limits = choose_measured_limits(config, limits, measured)
+        measured, limits = await asyncio.to_thread(measure_limits, config, engine, arena, limits)
         drafter = await asyncio.to_thread(build_drafter, config, role, limits, engine, arena)
         files = await asyncio.to_thread(load_model_files, config)
         transfer = await asyncio.to_thread(open_device, config, engine, arena, writer, opened)

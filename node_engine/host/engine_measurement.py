@@ -1,49 +1,104 @@
 """Measures an engine at start, and chooses the limits of steps that follow from it."""
 
+import os
+from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 from baton.config.node_config import NodeConfig
+from baton.models.weight_cache import resolve_weight_cache
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
-from node_engine.core.scheduling.step_limits import DeviceType, StepLimits, with_measured_chunk
+from baton.shared_memory.segment import compute_host_id
+from kv_kernels.native.native_library import NativeLibrary, load_library
+from node_engine.core.scheduling.step_limits import StepLimits, with_measured_chunk
 from node_engine.core.scheduling.step_measurement import MeasuredStep, measure_steps
 from node_engine.core.step.engine import Engine
 from node_engine.core.step.step_batch import StepBatch
+from node_engine.host.host_arena import HostArena
+from node_engine.host.step_times_cache import open_step_times_cache
+
+
+def measure_limits(
+    config: NodeConfig, engine: Engine, arena: HostArena, limits: StepLimits
+) -> tuple[list[MeasuredStep], StepLimits]:
+    """Measured steps, and the limits of the node's steps that follow from them, which are logged.
+
+    Raises what `Engine.run` raises.
+    """
+    measured = measure_engine(config, engine, arena.num_blocks, limits)
+    return measured, _choose_measured_limits(config, limits, measured)
 
 
 def measure_engine(
+    config: NodeConfig,
     engine: Engine,
     num_blocks: int,
     limits: StepLimits,
-    device: DeviceType,
     clock: Clock = monotonic_clock,
 ) -> list[MeasuredStep]:
     """Time a few steps of a model on a CPU, in its empty cache, after its warm-up.
 
-    Nothing is measured on a GPU, whose limits are constants, or without a model. Raises what
-    `Engine.run` raises.
+    Times of an equal start on the last day, since the machine was booted, are used again. Nothing
+    is measured on a GPU, whose limits are constants, or without a model. Raises what `Engine.run`
+    raises.
     """
-    if device != "cpu" or engine.model_size is None:
+    if engine.compute_device.device != "cpu" or engine.model_size is None:
         return []
+    settings = resolve_weight_cache(config)
+    cache = open_step_times_cache(settings, _make_cache_key(config, engine, num_blocks, limits))
+    found = None if cache is None else cache.find_times()
+    remembered = deque(found or ())
 
     def time_step(batch: StepBatch) -> float:
+        if remembered:
+            return remembered.popleft()
         started = clock()
         engine.run(batch)
         return clock() - started
 
-    return measure_steps(
+    measured = measure_steps(
         time_step,
         block_size=engine.layout.block_size,
         num_blocks=num_blocks,
         max_model_len=engine.max_model_len,
         max_batched_tokens=limits.max_batched_tokens,
     )
+    times = [step.seconds for step in measured]
+    if found is not None:
+        log.get_logger("engine").info("steps were measured at an earlier start", steps=len(times))
+    if cache is not None and times != found:
+        cache.save_times(times)
+    return measured
 
 
-def choose_measured_limits(
+def _make_cache_key(
+    config: NodeConfig, engine: Engine, num_blocks: int, limits: StepLimits
+) -> dict[str, object]:
+    return {
+        "boot": compute_host_id(Path(config.segment_dir)),
+        "model": engine.model_identity.digest.hex(),
+        "engine": type(engine).__name__,
+        "kernels": _describe_kernels(config),
+        "threads": config.threads,
+        "compute_threads": engine.compute_device.threads,
+        "cores": len(os.sched_getaffinity(0)),
+        "block_size": engine.layout.block_size,
+        "max_model_len": engine.max_model_len,
+        "max_batched_tokens": limits.max_batched_tokens,
+        "cache_tokens": min(num_blocks * engine.layout.block_size, limits.max_batched_tokens),
+    }
+
+
+def _describe_kernels(config: NodeConfig) -> str:
+    library = load_library(config.cpu_kernels)
+    build = library.build_id if isinstance(library, NativeLibrary) else ""
+    return f"{library.describe()} {build}"
+
+
+def _choose_measured_limits(
     config: NodeConfig, limits: StepLimits, measured: Sequence[MeasuredStep]
 ) -> StepLimits:
-    """The limits of the node's steps, which it logs with the best measured rate of prompts."""
     chosen = with_measured_chunk(config, limits, measured)
     log.get_logger("engine").info(
         "step limits chosen",

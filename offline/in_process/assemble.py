@@ -57,7 +57,7 @@ from node_engine.host.compute_thread import (
 from node_engine.host.device_monitor import DeviceMonitor
 from node_engine.host.draft_model import build_drafter
 from node_engine.host.engine_factory import build_engine, resolve_device_type
-from node_engine.host.engine_measurement import choose_measured_limits, measure_engine
+from node_engine.host.engine_measurement import measure_limits
 from node_engine.host.host_arena import HostArena, require_cache_memory
 from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.scheduler_factory import make_scheduler
@@ -109,8 +109,7 @@ def load_engine(config: NodeConfig) -> WarmEngine:
         arena = create_arena(config, device, limits, engine)
         undo.callback(arena.close)
         warm_up_engine(engine, arena, limits.max_batched_tokens, asyncio.Event())
-        measured = measure_engine(engine, arena.num_blocks, limits, device)
-        limits = choose_measured_limits(config, limits, measured)
+        measured, limits = measure_limits(config, engine, arena, limits)
         drafter = build_drafter(config, Role.DECODE, limits, engine, arena)
         undo.pop_all()
     return WarmEngine(config, engine, arena, limits, measured, drafter, constraints)

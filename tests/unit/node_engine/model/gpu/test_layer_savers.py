@@ -10,7 +10,7 @@ from node_engine.model.gpu import layer_savers
 from node_engine.model.gpu.layer_savers import CudaLayerReporter, CudaLayerSaver
 
 
-class FakeGpu:
+class FakeCudaRuntime:
     """Stands in for torch.cuda: `num_ended` of the recorded events have ended."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class FakeGpu:
 
 
 class FakeEvent:
-    def __init__(self, gpu: FakeGpu) -> None:
+    def __init__(self, gpu: FakeCudaRuntime) -> None:
         self._gpu = gpu
         self._number = -1
         self._stream = ""
@@ -60,7 +60,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    def __init__(self, gpu: FakeGpu) -> None:
+    def __init__(self, gpu: FakeCudaRuntime) -> None:
         self._gpu = gpu
 
     def wait_stream(self, _: object) -> None:
@@ -74,8 +74,8 @@ class FakeStream:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    gpu = FakeGpu()
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCudaRuntime:
+    gpu = FakeCudaRuntime()
     monkeypatch.setattr(torch.cuda, "Event", gpu.make_event)
     monkeypatch.setattr(torch.cuda, "Stream", gpu.make_stream)
     monkeypatch.setattr(torch.cuda, "stream", gpu.use_stream)
@@ -85,7 +85,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return gpu
 
 
-def test_computed_layers_are_reported_while_others_are_launched(gpu: FakeGpu) -> None:
+def test_computed_layers_are_reported_while_others_are_launched(gpu: FakeCudaRuntime) -> None:
     reported: list[int] = []
     reporter = CudaLayerReporter(reported.append)
     with reporter.finished_at_exit():
@@ -107,7 +107,9 @@ def make_saver(reported: list[int]) -> CudaLayerSaver:
     return CudaLayerSaver(arena, arena, blocks, reported.append)
 
 
-def test_layers_are_copied_beside_the_step_and_reported_after_their_copies(gpu: FakeGpu) -> None:
+def test_layers_are_copied_beside_the_step_and_reported_after_their_copies(
+    gpu: FakeCudaRuntime,
+) -> None:
     reported: list[int] = []
     saver = make_saver(reported)
     with saver.finished_at_exit():
@@ -123,7 +125,7 @@ def test_layers_are_copied_beside_the_step_and_reported_after_their_copies(gpu: 
     assert gpu.log == ["side waits for compute", "wait side", "wait side", "drain side"]
 
 
-def test_no_copy_runs_on_when_the_launch_of_a_step_fails(gpu: FakeGpu) -> None:
+def test_no_copy_runs_on_when_the_launch_of_a_step_fails(gpu: FakeCudaRuntime) -> None:
     reported: list[int] = []
     saver = make_saver(reported)
 
@@ -138,7 +140,7 @@ def test_no_copy_runs_on_when_the_launch_of_a_step_fails(gpu: FakeGpu) -> None:
     assert gpu.log[-1] == "drain side"
 
 
-def test_the_wait_for_the_last_copy_is_measured(gpu: FakeGpu) -> None:
+def test_the_wait_for_the_last_copy_is_measured(gpu: FakeCudaRuntime) -> None:
     saver = make_saver([])
     with saver.finished_at_exit():
         saver.on_layer_written(0)
