@@ -109,6 +109,7 @@ async def run_node(
         STARTUP.end_phase("engine_imports")
         limits = choose_step_limits(config, role, device)
         require_cache_memory(config, device)  # fail before a model is loaded
+        constraints = make_constraint_factory(config)
         engine = await asyncio.to_thread(build_engine, config, device, limits)
         STARTUP.end_phase("model")
         config = await with_advertised_address(config, stop)
@@ -117,7 +118,6 @@ async def run_node(
         arena = await asyncio.to_thread(create_arena, config, device, limits, engine)
         opened.callback(arena.close)
         STARTUP.end_phase("arena")
-        constraints = make_constraint_factory(config, engine)  # reads beside the warm-up
         await asyncio.to_thread(warm_up_engine, engine, arena, limits.max_batched_tokens, stop)
         STARTUP.end_phase("warm_up")
         if stop.is_set():
@@ -174,21 +174,23 @@ def assemble_node(
     )
 
 
-def make_constraint_factory(config: NodeConfig, engine: Engine) -> "ConstraintFactory | None":
+def make_constraint_factory(config: NodeConfig) -> "ConstraintFactory | None":
     """What makes the grammars of outputs; None for a model without a tokenizer.json.
 
     The tokenizer is read on a thread from now on. That takes Python's lock for up to half a second,
-    and so it is done before the node serves.
+    and so it is done while the weights are loaded. Raises ConfigError for a bad model folder.
     """
     tokenizer_file = find_tokenizer_file(config.model, config.engine)
     if tokenizer_file is None:
         return None
+    from node_engine.model.config.model_config import load_model_config
     from node_engine.structured_output.constraint_factory import ConstraintFactory
 
+    model = load_model_config(Path(config.model))
     return ConstraintFactory(
         tokenizer_file,
-        vocab_size=engine.vocab_size,
-        eos_token_ids=engine.eos_token_ids,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
         max_grammars=config.grammar_cache,
         clock=monotonic_clock,
     )

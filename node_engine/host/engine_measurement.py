@@ -15,6 +15,7 @@ from node_engine.core.scheduling.step_limits import StepLimits, with_measured_ch
 from node_engine.core.scheduling.step_measurement import MeasuredStep, measure_steps
 from node_engine.core.step.engine import Engine
 from node_engine.core.step.step_batch import StepBatch
+from node_engine.host.engine_factory import count_compute_threads
 from node_engine.host.host_arena import HostArena
 from node_engine.host.step_times_cache import open_step_times_cache
 
@@ -80,8 +81,7 @@ def _make_cache_key(
         "model": engine.model_identity.digest.hex(),
         "engine": type(engine).__name__,
         "kernels": _describe_kernels(config),
-        "threads": config.threads,
-        "compute_threads": engine.compute_device.threads,
+        "threads": count_compute_threads(config),
         "cores": len(os.sched_getaffinity(0)),
         "block_size": engine.layout.block_size,
         "max_model_len": engine.max_model_len,

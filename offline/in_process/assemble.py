@@ -101,11 +101,11 @@ def load_engine(config: NodeConfig) -> WarmEngine:
     device = resolve_device_type(config)
     limits = choose_step_limits(config, Role.DECODE, device)
     require_cache_memory(config, device)
-    engine = build_engine(config, device, limits)
     with ExitStack() as undo:
-        constraints = make_constraint_factory(config, engine)
+        constraints = make_constraint_factory(config)
         if constraints is not None:
             undo.callback(constraints.close)
+        engine = build_engine(config, device, limits)
         arena = create_arena(config, device, limits, engine)
         undo.callback(arena.close)
         warm_up_engine(engine, arena, limits.max_batched_tokens, asyncio.Event())

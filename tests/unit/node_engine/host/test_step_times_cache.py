@@ -101,7 +101,7 @@ def test_an_equal_start_measures_nothing(config: NodeConfig) -> None:
 @pytest.mark.parametrize(
     ("changes", "limits", "digest"),
     [
-        ({"threads": "1"}, LIMITS, "aa"),
+        ({"threads": "7"}, LIMITS, "aa"),
         ({"weight_cache_dir": NO_WEIGHT_CACHE}, LIMITS, "aa"),
         ({}, replace(LIMITS, max_batched_tokens=128), "aa"),
         ({}, LIMITS, "bb"),
