@@ -133,8 +133,10 @@ class FaultProxy:
     # inside
 
     async def _listen(self) -> None:
-        """Accept connections here: an asyncio.Server of Python 3.11 that is closed loses those that
-        it is accepting."""
+        """Accept connections here, because a closed asyncio.Server loses those it is accepting.
+
+        So it is with Python 3.11.
+        """
         if self._listening is None:
             self._listening = socket.create_server(self.address)
             self._listening.setblocking(False)
@@ -145,18 +147,20 @@ class FaultProxy:
         assert self._listening is not None
         try:
             connection, _ = self._listening.accept()
-        except OSError:  # it was reset before
+        except (BlockingIOError, ConnectionAbortedError):  # it was reset before
             return
         connection.setblocking(False)
         self.accepted_connections += 1
-        handler = asyncio.create_task(self._handle_connection(connection))
+        handler = asyncio.create_task(self._handle_connection(connection, self._listening))
         self._handlers.add(handler)
         handler.add_done_callback(self._handlers.discard)
 
-    async def _handle_connection(self, accepted: socket.socket) -> None:
+    async def _handle_connection(self, accepted: socket.socket, listening: socket.socket) -> None:
+        """Serve a connection, which is reset if `listening` was closed before it was served."""
         try:
             dialler = await asyncio.open_connection(sock=accepted)
         except (OSError, asyncio.CancelledError):
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
             accepted.close()
             return
         try:
@@ -165,6 +169,8 @@ class FaultProxy:
             _close_with_reset(dialler[1])
             return
         connection = _ProxiedConnection(self, dialler, upstream)
+        if self._listening is not listening:
+            connection.reset()
         self._connections.add(connection)
         try:
             await connection.run()

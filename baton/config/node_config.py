@@ -76,8 +76,8 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
     weight_cache_dir: Annotated[
         str,
         help_text(
-            "Folder of packed weights and measured step times, which the next start reads instead "
-            "of the model's files; auto: baton/weights in the user's cache folder; off: none"
+            "Folder of packed weights, which the next start reads instead of the model's files, "
+            "and of step times; auto: baton/weights in the user's cache folder; off: none"
         ),
     ] = "auto"
     weight_cache_size: Annotated[

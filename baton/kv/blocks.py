@@ -152,6 +152,9 @@ def compute_packed_hashes(root: BlockHash, packed: bytes, block_size: int) -> by
     return b"".join(hashes)
 
 
+_HASHED_AHEAD_BLOCKS = 32  # with one that is asked for, because those behind it often follow
+
+
 class HashChain:
     """Block hashes of the full blocks of `tokens` after `root_hash`.
 
@@ -170,13 +173,22 @@ class HashChain:
         return self._hashes[0]
 
     def parent_hash(self, block: int) -> BlockHash:
-        """Return the hash of the block before logical block `block`: the root for block 0."""
+        """Return the hash of the block before logical block `block`: the root for block 0.
+
+        Raises IndexError if that block is not full.
+        """
         if len(self._hashes) <= block:
-            self._extend_hashes(block)
+            self.compute_hashes(max(block, len(self._hashes) - 1 + _HASHED_AHEAD_BLOCKS))
         return self._hashes[block]
 
-    def _extend_hashes(self, blocks: int) -> None:
+    def compute_hashes(self, blocks: int) -> None:
+        """Compute the hashes of the first `blocks` blocks, or of the full ones among them, at once.
+
+        That takes half of the time of one after the other.
+        """
         known, size = len(self._hashes) - 1, self.block_size
+        if blocks <= known:
+            return
         packed = pack_tokens(self.tokens[known * size : blocks * size])
         hashes = compute_packed_hashes(self._hashes[-1], packed, size)
         self._hashes += (
@@ -197,9 +209,8 @@ class HashChain:
         """
         known, size = len(self._packed_hashes) // HASH_BYTES, self.block_size
         if blocks > known:
-            self._packed_hashes += b"".join(
-                self.block_hash(block) for block in range(known, blocks)
-            )
+            self.compute_hashes(blocks)
+            self._packed_hashes += b"".join(self._hashes[known + 1 : blocks + 1])
             self._packed_tokens += pack_tokens(self.tokens[known * size : blocks * size])
         return bytes(self._packed_hashes[: blocks * HASH_BYTES]), bytes(
             self._packed_tokens[: blocks * size * TOKEN_BYTES]

@@ -5,9 +5,9 @@
 One prefill and one decode node, and beside them a colocated one, with random weights of the shape
 of an 8B Llama; prompts one at a time, each sent to both clusters. `exposed` is the time from the
 last layer computed to the last slab landed, and `slowed by` is as in `baton explain`
-(docs/operating.md#what-a-hand-off-costs), also as a share of the forward pass. That is an upper
-bound; the last line compares what computing a prompt took both clusters. With one GPU all nodes
-share it.
+(docs/operating.md#what-a-hand-off-costs), also as a share of the forward pass. It does not have
+what the device itself loses to copies and to other nodes; the last line does, which compares what
+computing a prompt took both clusters. With one GPU all nodes share it.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _VOCABULARY = 500
 
 @dataclass(frozen=True, slots=True)
 class HandoffCosts:
-    """What was measured of all prompts."""
+    """Measurements of all prompts after the first few."""
 
     ttfts: list[float]  # seconds, of the prefill and decode node
     handoffs: list[common_pb2.HandoffReport]

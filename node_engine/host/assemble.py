@@ -25,6 +25,7 @@ from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError
 from baton.models.file_digests import ModelFileDigests, compute_file_digests
 from baton.models.model_source import with_local_model
+from baton.models.weight_cache import resolve_weight_cache
 from baton.network.advertised_address import with_advertised_address
 from baton.network.bind_policy import get_endpoint_host, require_key_unless_loopback
 from baton.process import log
@@ -99,7 +100,7 @@ async def run_node(
 
     Raises ConfigError for errors that a restart cannot fix.
     """
-    _check_ports(config)
+    _check_settings(config)
     name = NodeName(config.name or f"{role.value}-{mint_id(32)}")
     log.configure_logging(config.log_level, config.log_format, node=name)
     segments.remove_stale_segments(Path(config.segment_dir))
@@ -109,7 +110,7 @@ async def run_node(
         STARTUP.end_phase("engine_imports")
         limits = choose_step_limits(config, role, device)
         require_cache_memory(config, device)  # fail before a model is loaded
-        constraints = make_constraint_factory(config)
+        constraints = make_constraint_factory(config, opened)
         engine = await asyncio.to_thread(build_engine, config, device, limits)
         STARTUP.end_phase("model")
         config = await with_advertised_address(config, stop)
@@ -174,11 +175,12 @@ def assemble_node(
     )
 
 
-def make_constraint_factory(config: NodeConfig) -> "ConstraintFactory | None":
+def make_constraint_factory(config: NodeConfig, opened: ExitStack) -> "ConstraintFactory | None":
     """What makes the grammars of outputs; None for a model without a tokenizer.json.
 
     The tokenizer is read on a thread from now on. That takes Python's lock for up to half a second,
-    and so it is done while the weights are loaded. Raises ConfigError for a bad model folder.
+    and so it is done while the weights are loaded. `opened` closes the factory. Raises ConfigError
+    for a bad model folder.
     """
     tokenizer_file = find_tokenizer_file(config.model, config.engine)
     if tokenizer_file is None:
@@ -187,13 +189,15 @@ def make_constraint_factory(config: NodeConfig) -> "ConstraintFactory | None":
     from node_engine.structured_output.constraint_factory import ConstraintFactory
 
     model = load_model_config(Path(config.model))
-    return ConstraintFactory(
+    factory = ConstraintFactory(
         tokenizer_file,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         max_grammars=config.grammar_cache,
         clock=monotonic_clock,
     )
+    opened.callback(factory.close)
+    return factory
 
 
 def make_coordinator_link(
@@ -338,7 +342,9 @@ def make_role_factories(device: TransferDevice | None) -> Mapping[Role, RoleFact
 ROLE_FACTORIES = make_role_factories(None)
 
 
-def _check_ports(config: NodeConfig) -> None:
+def _check_settings(config: NodeConfig) -> None:
+    """Raise ConfigError for settings that would be found wrong only after a model is loaded."""
+    resolve_weight_cache(config)
     if not config.coordinator:
         raise ConfigError("coordinator is not set: give --coordinator HOST:PORT")
     require_key_unless_loopback(

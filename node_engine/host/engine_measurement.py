@@ -1,5 +1,6 @@
 """Measures an engine at start, and chooses the limits of steps that follow from it."""
 
+import importlib.metadata
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -9,7 +10,9 @@ from baton.config.node_config import NodeConfig
 from baton.models.weight_cache import resolve_weight_cache
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
+from baton.process.cores import count_usable_cores
 from baton.shared_memory.segment import compute_host_id
+from baton.version import package_version
 from kv_kernels.native.native_library import NativeLibrary, load_library
 from node_engine.core.scheduling.step_limits import StepLimits, with_measured_chunk
 from node_engine.core.scheduling.step_measurement import MeasuredStep, measure_steps
@@ -40,20 +43,20 @@ def measure_engine(
 ) -> list[MeasuredStep]:
     """Time a few steps of a model on a CPU, in its empty cache, after its warm-up.
 
-    Times of an equal start on the last day, since the machine was booted, are used again. Nothing
-    is measured on a GPU, whose limits are constants, or without a model. Raises what `Engine.run`
+    Times that an equal engine took within a day are used again; see StepTimesCache. Nothing is
+    measured on a GPU, whose limits are constants, or without a model. Raises what `Engine.run`
     raises.
     """
     if engine.compute_device.device != "cpu" or engine.model_size is None:
         return []
-    settings = resolve_weight_cache(config)
-    cache = open_step_times_cache(settings, _make_cache_key(config, engine, num_blocks, limits))
-    found = None if cache is None else cache.find_times()
-    remembered = deque(found or ())
+    cache = open_step_times_cache(resolve_weight_cache(config), _make_cache_key(config, engine))
+    found = [] if cache is None else cache.find_times()
+    kept = deque(found)
 
     def time_step(batch: StepBatch) -> float:
-        if remembered:
-            return remembered.popleft()
+        if kept and kept[0][0] == batch.num_tokens:
+            return kept.popleft()[1]
+        kept.clear()  # of other steps
         started = clock()
         engine.run(batch)
         return clock() - started
@@ -65,28 +68,24 @@ def measure_engine(
         max_model_len=engine.max_model_len,
         max_batched_tokens=limits.max_batched_tokens,
     )
-    times = [step.seconds for step in measured]
-    if found is not None:
+    times = [(step.batch.num_tokens, step.seconds) for step in measured]
+    if cache is not None and times == found:
         log.get_logger("engine").info("steps were measured at an earlier start", steps=len(times))
-    if cache is not None and times != found:
+    elif cache is not None:
         cache.save_times(times)
     return measured
 
 
-def _make_cache_key(
-    config: NodeConfig, engine: Engine, num_blocks: int, limits: StepLimits
-) -> dict[str, object]:
+def _make_cache_key(config: NodeConfig, engine: Engine) -> dict[str, object]:
     return {
-        "boot": compute_host_id(Path(config.segment_dir)),
+        "host": compute_host_id(Path(config.segment_dir)),
+        "versions": [package_version(), importlib.metadata.version("torch")],
         "model": engine.model_identity.digest.hex(),
         "engine": type(engine).__name__,
         "kernels": _describe_kernels(config),
         "threads": count_compute_threads(config),
-        "cores": len(os.sched_getaffinity(0)),
-        "block_size": engine.layout.block_size,
-        "max_model_len": engine.max_model_len,
-        "max_batched_tokens": limits.max_batched_tokens,
-        "cache_tokens": min(num_blocks * engine.layout.block_size, limits.max_batched_tokens),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "usable_cores": count_usable_cores(),
     }
 
 

@@ -3,10 +3,14 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from baton.models.weight_cache import WeightCacheSettings, require_private_folder
+from baton.models.weight_cache import (
+    WeightCacheSettings,
+    invalid_folder_error,
+    require_private_folder,
+)
 from baton.process import log
 from node_engine.model.loading.packed_weights.small_files import SmallFiles
 
@@ -23,45 +27,57 @@ class StepTimesCache:
         key: Mapping[str, object],
         wall_clock: Callable[[], float] = time.time,  # seconds since the epoch
     ) -> None:
-        """`key`: everything that decides which steps are measured and how long they take."""
+        """`key`: everything that decides how long steps take."""
         self._files = SmallFiles(folder, ".steps", _MAX_BYTES)
         self._key = json.dumps(key, sort_keys=True)
         self._wall_clock = wall_clock
 
-    def find_times(self) -> list[float] | None:
-        """Seconds of each step, in the order of measuring; None if they have to be measured."""
-        content = self._files.read(self._key, self._wall_clock(), MAX_AGE_SECONDS)
+    def find_times(self) -> list[tuple[int, float]]:
+        """Tokens and seconds of each step, in the order of measuring; empty if none are kept."""
+        file = self._files.read(self._key)
+        if file is None or not 0.0 <= self._wall_clock() - file.written_at <= MAX_AGE_SECONDS:
+            return []
         try:
-            times = None if content is None else json.loads(content)
-        except ValueError:
-            return None
-        return times if _are_times(times) else None
+            return [
+                (int(tokens), _parse_seconds(taken)) for tokens, taken in json.loads(file.content)
+            ]
+        except (ValueError, TypeError):
+            return []
 
-    def save_times(self, times: Sequence[float]) -> None:
+    def save_times(self, times: list[tuple[int, float]]) -> None:
         """Remember times. What prevents it is logged."""
         try:
-            self._files.write(self._key, json.dumps(list(times)).encode())
+            self._files.write(self._key, json.dumps(times).encode())
         except (OSError, ValueError) as error:
-            log.get_logger("engine").warning(
-                "measured steps are not cached", folder=str(self._files.folder), error=str(error)
-            )
+            _log_unusable(self._files.folder, error)
 
 
 def open_step_times_cache(
     settings: WeightCacheSettings | None, key: Mapping[str, object]
 ) -> StepTimesCache | None:
-    """The cache in the folder of cached weights; None without one, or if it cannot be used."""
+    """The cache in the folder of cached weights; None without one, or if it cannot be used.
+
+    Raises ConfigError if it cannot be used although somebody named it.
+    """
     if settings is None:
         return None
     try:
         require_private_folder(settings.folder)
-    except OSError:  # the log says so, where weights are packed
+    except OSError as error:
+        if settings.is_explicit:
+            raise invalid_folder_error(settings.folder, error) from error
+        _log_unusable(settings.folder, error)
         return None
     return StepTimesCache(settings.folder, key)
 
 
-def _are_times(times: object) -> bool:
-    return isinstance(times, list) and all(
-        isinstance(seconds, float) and math.isfinite(seconds) and seconds >= 0.0
-        for seconds in times
+def _parse_seconds(value: object) -> float:
+    if not isinstance(value, float) or not math.isfinite(value) or value < 0.0:
+        raise ValueError(f"{value!r} is no duration")
+    return value
+
+
+def _log_unusable(folder: Path, error: Exception) -> None:
+    log.get_logger("engine").warning(
+        "measured steps are not cached", folder=str(folder), error=str(error)
     )

@@ -102,9 +102,7 @@ def load_engine(config: NodeConfig) -> WarmEngine:
     limits = choose_step_limits(config, Role.DECODE, device)
     require_cache_memory(config, device)
     with ExitStack() as undo:
-        constraints = make_constraint_factory(config)
-        if constraints is not None:
-            undo.callback(constraints.close)
+        constraints = make_constraint_factory(config, undo)
         engine = build_engine(config, device, limits)
         arena = create_arena(config, device, limits, engine)
         undo.callback(arena.close)

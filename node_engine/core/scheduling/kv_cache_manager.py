@@ -206,7 +206,7 @@ class KVCacheManager:
         """
         size = self._block_pool.block_size
         end = sequence.num_computed_tokens // size
-        sequence.chain.parent_hash(end)  # computes all hashes at once
+        sequence.chain.compute_hashes(end)
         for number in range(sequence.num_indexed_blocks, end):
             self._block_pool.index_block(sequence.block_table[number], sequence.chain, number)
             sequence.num_indexed_blocks = number + 1

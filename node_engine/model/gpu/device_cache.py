@@ -16,11 +16,11 @@ from kv_kernels.reference.paged_attention import PagedCache
 from kv_kernels.triton.block_copy import copy_blocks_between
 from node_engine.core.step.engine import make_completed_save
 from node_engine.core.step.step_batch import SequenceSlice
-from node_engine.model.gpu.layer_savers import (
+from node_engine.model.gpu.layer_reporters import (
     CudaLayerReporter,
     CudaLayerSaver,
     HostLayerSaver,
-    LayerSaver,
+    LayerReporter,
 )
 from node_engine.model.gpu.side_copies import SideCopies
 
@@ -108,12 +108,12 @@ class DeviceCache:
         copy_blocks_between(self.cache.arena, self.host, self._as_tensor(blocks))
         return make_completed_save()
 
-    def save_layers(
+    def report_layers(
         self, blocks: Sequence[BlockIndex], on_saved: Callable[[int], None]
-    ) -> LayerSaver:
-        """A saver for the layers of one step; `on_saved` gets each layer that is in host memory.
+    ) -> LayerReporter:
+        """Reports the layers of one step to `on_saved`, once their `blocks` are in host memory.
 
-        Without `blocks` nothing is copied, and `on_saved` gets each layer that is computed.
+        Without `blocks` nothing is copied, and layers are reported once they are computed.
         """
         if self._device.type != "cuda":
             return HostLayerSaver(self.cache.arena, self.host, self._as_tensor(blocks), on_saved)

@@ -219,3 +219,16 @@ async def test_nothing_is_left_open_when_the_proxy_closes_while_it_is_dialled(
         await asyncio.sleep(0)
         gc.collect()
     assert [str(warning.message) for warning in seen] == []
+
+
+@pytest.mark.parametrize("num_turns", range(14))
+async def test_a_connection_that_is_still_dialled_is_refused_as_well(num_turns: int) -> None:
+    """`num_turns` of the event loop pass in between, so that each step of accepting is met."""
+    async with proxied_echo_server() as (link, dial):
+        dialling = asyncio.ensure_future(dial())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await link.refuse_connections()
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            with pytest.raises((OSError, asyncio.IncompleteReadError)):
+                await exchange_bytes(await dialling, b"1234")

@@ -1,7 +1,7 @@
 // A team of threads that share the tasks of one function, stage by stage.
 //
-// The function runs on all members at once, and all of them go through the same stages. A stage ends
-// when its tasks are done. Nobody waits for a member that has none of them: another process may
+// The function runs on all members at once, and all of them go through the same stages. A stage
+// ends when its tasks are done. Nobody waits for a member that has none of them: another process may
 // hold its core. A member that comes late finds no task in stages that have ended, and catches up.
 #pragma once
 

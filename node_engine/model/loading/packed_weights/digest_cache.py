@@ -26,8 +26,8 @@ class ModelDigestCache:
 
         `identity` is what the digest covers beside the tensors (`ModelDigest.identity`).
         """
-        digest = self._files.read(_make_key(fingerprint, identity))
-        return digest if digest is not None and len(digest) == _DIGEST_BYTES else None
+        found = self._files.read(_make_key(fingerprint, identity))
+        return None if found is None or len(found.content) != _DIGEST_BYTES else found.content
 
     def save_digest(
         self,

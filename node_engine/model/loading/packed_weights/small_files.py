@@ -1,4 +1,4 @@
-"""Small private files in the folder of cached weights, for what a node need not find out again."""
+"""Small private files in the folder of cached weights, for results that take long to compute."""
 
 import hashlib
 import os
@@ -6,11 +6,19 @@ import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from node_engine.model.loading.packed_weights.cache_folder import lock_cache_folder
 
 _MAX_FILES = 256  # of one suffix
 _CHECK_BYTES = 32
+
+
+class SmallFile(NamedTuple):
+    """A file that can be trusted."""
+
+    content: bytes
+    written_at: float  # seconds since the epoch
 
 
 class SmallFiles:
@@ -26,12 +34,8 @@ class SmallFiles:
         self._suffix = suffix
         self._max_bytes = max_bytes
 
-    def read(self, key: str, now: float = 0.0, max_age_seconds: float = 0.0) -> bytes | None:
-        """The content under `key`; None if there is none, or it cannot be trusted.
-
-        With `max_age_seconds`, files that were written longer than that before `now` (seconds since
-        the epoch), or after it, do not count.
-        """
+    def read(self, key: str) -> SmallFile | None:
+        """The file under `key`; None if there is none, or it cannot be trusted."""
         name = self._make_name(key)
         try:
             fd = os.open(self.folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -46,10 +50,9 @@ class SmallFiles:
         finally:
             os.close(fd)
         is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o022
-        is_recent = not max_age_seconds or 0.0 <= now - status.st_mtime <= max_age_seconds
         content = data[_CHECK_BYTES:]
         is_whole = len(content) <= self._max_bytes and data == _encode_file(name, content)
-        return content if is_private and is_recent and is_whole else None
+        return SmallFile(content, status.st_mtime) if is_private and is_whole else None
 
     def write(self, key: str, content: bytes) -> None:
         """Keep `content` under `key`, and remove the oldest files beyond the bound.

@@ -16,11 +16,13 @@ from baton.types import Role
 from node_engine.core.scheduling.step_limits import StepLimits
 from node_engine.core.step.device_memory import DeviceMemoryProfile
 from node_engine.core.step.engine import DeviceLost
+from node_engine.host import assemble
 from node_engine.host.assemble import choose_step_limits, create_arena, run_node
 from node_engine.model.config.model_config import load_model_config
 from node_engine.model.loading.weight_memory import compute_weight_bytes, report_too_large_model
 from node_engine.paced.costs import ZERO_COSTS
 from node_engine.paced.paced_engine import PacedEngine
+from node_engine.structured_output import constraint_factory
 from tests.models import build_model
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -178,3 +180,34 @@ def test_a_gpu_has_no_speculative_decoding() -> None:
         choose_step_limits(config, Role.DECODE, "cuda")
     assert choose_step_limits(config, Role.DECODE, "cpu").max_draft_tokens == 6
     assert choose_step_limits(Config(), Role.DECODE, "cuda").max_draft_tokens == 0
+
+
+async def test_a_start_that_fails_leaves_no_thread_of_grammars(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    class WatchedFactory:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def close(self) -> None:
+            closed.append("grammars")
+
+    def fail(*_: object) -> None:
+        raise ConfigError("the weights are damaged")
+
+    monkeypatch.setattr(constraint_factory, "ConstraintFactory", WatchedFactory)
+    monkeypatch.setattr(assemble, "build_engine", fail)
+    model = build_model("llama", tmp_path)
+    (model / "tokenizer.json").write_text("{}")
+    config = Config(coordinator="127.0.0.1:1", model=str(model), segment_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="damaged"):
+        await run_node(config, Role.DECODE, asyncio.Event())
+    assert closed == ["grammars"]
+
+
+async def test_a_bad_cache_size_is_found_before_the_model_is_loaded(tmp_path: Path) -> None:
+    config = Config(coordinator="127.0.0.1:1", model=str(tmp_path), weight_cache_size="much")
+    with pytest.raises(ConfigError, match="weight_cache_size"):
+        await run_node(config, Role.DECODE, asyncio.Event())

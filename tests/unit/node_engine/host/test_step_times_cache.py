@@ -1,6 +1,8 @@
 """A restart uses the measurements of an equal start, and of no other."""
 
+import importlib.metadata
 import json
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -8,17 +10,19 @@ from typing import Any, cast
 import pytest
 
 from baton.config.node_config import NO_WEIGHT_CACHE, NodeConfig
+from baton.errors import ConfigError
 from baton.kv.blocks import KVLayout
 from baton.models.model_identity import ModelIdentity
 from baton.process.clock import FakeClock
+from kv_kernels.native.native_library import NoNativeLibrary
 from node_engine.core.scheduling.step_limits import StepLimits
 from node_engine.core.step.engine import ComputeDevice, Engine
 from node_engine.core.step.step_batch import StepBatch
-from node_engine.host import step_times_cache
+from node_engine.host import engine_measurement
 from node_engine.host.engine_measurement import measure_engine
 from node_engine.host.step_times_cache import MAX_AGE_SECONDS, StepTimesCache
 
-TIMES = [0.25, 0.5]
+TIMES = [(1, 0.25), (64, 0.5)]
 KEY: dict[str, object] = {"model": "a", "threads": "2"}
 LAYOUT = KVLayout(2, 2, 8, 16, "float32")
 LIMITS = StepLimits(max_num_seqs=4, max_batched_tokens=256)
@@ -32,29 +36,31 @@ def open_cache(folder: Path, key: dict[str, object], age: float = 1.0) -> StepTi
 
 def test_times_are_found_again(tmp_path: Path) -> None:
     cache = open_cache(tmp_path, KEY)
-    assert cache.find_times() is None
+    assert cache.find_times() == []
     cache.save_times(TIMES)
     assert open_cache(tmp_path, KEY).find_times() == TIMES
-    assert open_cache(tmp_path, {**KEY, "threads": "1"}).find_times() is None
+    assert open_cache(tmp_path, {**KEY, "threads": "1"}).find_times() == []
 
 
 @pytest.mark.parametrize("age", [MAX_AGE_SECONDS + 1.0, -1.0])
 def test_old_times_are_measured_again(tmp_path: Path, age: float) -> None:
     open_cache(tmp_path, KEY).save_times(TIMES)
-    assert open_cache(tmp_path, KEY, age).find_times() is None
+    assert open_cache(tmp_path, KEY, age).find_times() == []
 
 
-@pytest.mark.parametrize("content", [b"[", b"{}", b"[1]", b"[NaN]", b"[-1.0]", b'["1.0"]'])
+@pytest.mark.parametrize(
+    "content", [b"[", b"{}", b"[1]", b"[[1, NaN]]", b"[[1, -1.0]]", b'[[1, "1.0"]]', b"[[1.0]]"]
+)
 def test_what_are_no_times_is_not_used(tmp_path: Path, content: bytes) -> None:
     cache = open_cache(tmp_path, KEY)
     cache._files.write(json.dumps(KEY, sort_keys=True), content)
-    assert open_cache(tmp_path, KEY).find_times() is None
+    assert open_cache(tmp_path, KEY).find_times() == []
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path: Path) -> None:
     cache = StepTimesCache(tmp_path / "gone", KEY)
     cache.save_times(TIMES)
-    assert cache.find_times() is None
+    assert cache.find_times() == []
 
 
 @dataclass
@@ -99,28 +105,48 @@ def test_an_equal_start_measures_nothing(config: NodeConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "limits", "digest"),
-    [
-        ({"threads": "7"}, LIMITS, "aa"),
-        ({"weight_cache_dir": NO_WEIGHT_CACHE}, LIMITS, "aa"),
-        ({}, replace(LIMITS, max_batched_tokens=128), "aa"),
-        ({}, LIMITS, "bb"),
-    ],
+    ("changes", "digest"),
+    [({"threads": "7"}, "aa"), ({"weight_cache_dir": NO_WEIGHT_CACHE}, "aa"), ({}, "bb")],
 )
 def test_another_start_measures_again(
-    config: NodeConfig, changes: dict[str, Any], limits: StepLimits, digest: str
+    config: NodeConfig, changes: dict[str, Any], digest: str
 ) -> None:
     measure(config, TimedEngine())
     engine = TimedEngine(model_digest=digest)
-    measure(replace(config, **changes), engine, limits)
-    assert engine.steps[:3] == [1, 1, 64]
+    measure(replace(config, **changes), engine)
+    assert engine.steps == [1, 1, 64, 128]
 
 
-def test_times_of_too_few_steps_are_completed(
-    config: NodeConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (engine_measurement, "compute_host_id", "another boot"),
+        (engine_measurement, "package_version", "another version"),
+        (engine_measurement, "load_library", NoNativeLibrary("it is not built", "build it")),
+        (engine_measurement, "count_usable_cores", 99),
+        (importlib.metadata, "version", "another torch"),
+        (os, "sched_getaffinity", {99}),
+    ],
+)
+def test_another_machine_measures_again(
+    config: NodeConfig, monkeypatch: pytest.MonkeyPatch, module: object, name: str, value: object
 ) -> None:
-    monkeypatch.setattr(step_times_cache.StepTimesCache, "find_times", lambda _: [0.001, 0.001])
+    measure(replace(config, cpu_kernels="auto", threads="2"), TimedEngine())
+    monkeypatch.setattr(module, name, lambda *_: value)
     engine = TimedEngine()
-    measured = measure(config, engine)
-    assert engine.steps == [64, 128]
-    assert [step.seconds for step in measured] == pytest.approx([0.001, 0.001, 0.064, 0.128])
+    measure(replace(config, cpu_kernels="auto", threads="2"), engine)
+    assert engine.steps == [1, 1, 64, 128]
+
+
+def test_other_limits_measure_what_is_not_known(config: NodeConfig) -> None:
+    measure(config, TimedEngine())
+    engine = TimedEngine()
+    measured = measure(config, engine, replace(LIMITS, max_batched_tokens=100))
+    assert engine.steps == [100]
+    assert [step.batch.num_tokens for step in measured] == [1, 1, 64, 100]
+
+
+def test_a_named_folder_that_cannot_be_used_is_an_error(config: NodeConfig, tmp_path: Path) -> None:
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(ConfigError, match="weight_cache_dir"):
+        measure(config, TimedEngine())

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from node_engine.model.gpu import layer_savers
-from node_engine.model.gpu.layer_savers import CudaLayerReporter, CudaLayerSaver
+from node_engine.model.gpu import layer_reporters
+from node_engine.model.gpu.layer_reporters import CudaLayerReporter, CudaLayerSaver
 
 
 class FakeCudaRuntime:
@@ -80,7 +80,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCudaRuntime:
     monkeypatch.setattr(torch.cuda, "Stream", gpu.make_stream)
     monkeypatch.setattr(torch.cuda, "stream", gpu.use_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "compute")
-    monkeypatch.setattr(layer_savers, "copy_blocks_between", gpu.copy_layer)
+    monkeypatch.setattr(layer_reporters, "copy_blocks_between", gpu.copy_layer)
     monkeypatch.setattr(CudaLayerSaver, "_stream", None)
     return gpu
 
@@ -97,9 +97,25 @@ def test_computed_layers_are_reported_while_others_are_launched(gpu: FakeCudaRun
         reporter.on_layer_written(2)
         assert reported == [0]
     assert reported == [0, 1, 2]
-    assert gpu.log == ["wait compute"] * 2
+    assert gpu.log == ["wait compute"] * 3  # the last one has ended then
     assert not gpu.copies
     assert reporter.measure_copy_wait() == 0.0
+
+
+def test_a_failed_step_leaves_nothing_queued(gpu: FakeCudaRuntime) -> None:
+    reported: list[int] = []
+    reporter = CudaLayerReporter(reported.append)
+
+    def fail_launch() -> None:
+        with reporter.finished_at_exit():
+            reporter.on_layer_written(0)
+            reporter.on_layer_written(1)
+            raise RuntimeError("launch")
+
+    with pytest.raises(RuntimeError, match="launch"):
+        fail_launch()
+    assert reported == []
+    assert gpu.num_ended == 2
 
 
 def make_saver(reported: list[int]) -> CudaLayerSaver:

@@ -1,4 +1,4 @@
-"""Report the layers of a step as they are computed, and copy their blocks to host memory before."""
+"""Report each layer of a step once its blocks can be read, in device memory or in host memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -9,15 +9,18 @@ import torch
 from kv_kernels.triton.block_copy import copy_blocks_between
 
 
-class LayerSaver(Protocol):
-    """Copies the blocks of a step to host memory, layer by layer."""
+class LayerReporter(Protocol):
+    """Reports the layers of one step in their order."""
 
     def on_layer_written(self, layer: int) -> None:
-        """The launches that write this layer are queued: queue its copy."""
+        """The launches that write this layer are queued. Queues its copy, if there is one."""
         ...
 
     def finished_at_exit(self) -> AbstractContextManager[None]:
-        """Report the remaining layers at the end, and leave no copy running if the block raises."""
+        """Report the remaining layers at the end.
+
+        If the block raises, return when what is queued for the layers has ended.
+        """
         ...
 
     def measure_copy_wait(self) -> float:
@@ -26,7 +29,7 @@ class LayerSaver(Protocol):
 
 
 class HostLayerSaver:
-    """A LayerSaver of arenas in host memory, for Triton's interpreter: a launch ends at once."""
+    """A LayerReporter for Triton's interpreter, where a copy has ended when it was launched."""
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class HostLayerSaver:
 
 
 class CudaLayerReporter:
-    """A LayerSaver that copies nothing: it only reports the layers that the GPU has computed."""
+    """A LayerReporter that copies nothing: layers are read in device memory."""
 
     def __init__(self, on_saved: Callable[[int], None]) -> None:
         self._on_saved = on_saved
@@ -59,13 +62,14 @@ class CudaLayerReporter:
         self._num_reported = 0
 
     def on_layer_written(self, layer: int) -> None:
-        self._queued.append((layer, self._record_end(layer)))
+        self._queued.append((layer, self._queue_end(layer)))
         while (
             self._num_reported < len(self._queued) and self._queued[self._num_reported][1].query()
         ):
             self._report_next()
 
-    def _record_end(self, layer: int) -> torch.cuda.Event:
+    def _queue_end(self, layer: int) -> torch.cuda.Event:
+        """Queue what is left to do for a layer, and the event of its end."""
         computed = torch.cuda.Event()
         computed.record()
         return computed
@@ -75,8 +79,12 @@ class CudaLayerReporter:
 
     @contextmanager
     def finished_at_exit(self) -> Iterator[None]:
-        yield
-        self._report_rest()
+        try:
+            yield
+            self._report_rest()
+        finally:
+            if self._queued:  # the blocks of a step that failed may get another owner
+                self._queued[-1][1].synchronize()
 
     def _report_rest(self) -> None:
         while self._num_reported < len(self._queued):
@@ -90,7 +98,7 @@ class CudaLayerReporter:
 
 
 class CudaLayerSaver(CudaLayerReporter):
-    """Copies on a stream of its own, ordered by events, so that no kernel waits for a copy."""
+    """Copies layers to host memory on a stream of its own, so that no kernel waits for a copy."""
 
     _stream: torch.cuda.Stream | None = None
 
@@ -109,7 +117,7 @@ class CudaLayerSaver(CudaLayerReporter):
         self._side.wait_stream(torch.cuda.current_stream())
         self._computed = torch.cuda.Event(enable_timing=True)
 
-    def _record_end(self, layer: int) -> torch.cuda.Event:
+    def _queue_end(self, layer: int) -> torch.cuda.Event:
         written = torch.cuda.Event()
         written.record()
         with torch.cuda.stream(self._side):
