@@ -4,7 +4,8 @@
                         `--------- decode --------'     `----------- prompts ------------'
 
 (`sequences` decode, with `context` tokens in their caches; `new` prompt tokens are computed after
-`computed` earlier ones.) The cost model is learned from the steps of this node: the decode part
+`computed` earlier ones; tokens that only use what reading the weights leaves idle do not count, see
+below.) The cost model is learned from the steps of this node: the decode part
 from steps without prompts, the prompt part from what remains of mixed steps. A step with running
 sequences earns `prefill_step_share` of its decode part as credit, and the prompts in it spend their
 part. Over any stretch of time prompts therefore take at most that share of the time of decode, and
@@ -18,12 +19,20 @@ Whatever the share, a step with running sequences is predicted to last at most `
 only one block of a prompt is always computed. The cost model knows the machine before the first
 request from steps that were timed at start (step_measurement.py).
 
+A step of few sequences waits for the weights to be read. Up to `ridge_tokens` tokens are computed
+in the same time, the ridge point of the roofline model (Williams, Waterman, Patterson, "Roofline",
+CACM 52, 2009). Prompt tokens beside n sequences are therefore free as far as they are among the
+first `ridge_tokens` - n. While that is a good part of a block, and no share bounds prompts, waiting
+prompts are spread over up to SPREAD_STEPS steps instead of computed at once. The same tokens then
+take less time in all and running sequences wait less at once, for a prompt that may wait longer.
+
 Bounding what prompts add to mixed steps is the idea of Agrawal et al., "Taming Throughput-Latency
 Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024); there the bound is a number of tokens
 that is profiled beforehand.
 """
 
 import math
+from typing import NamedTuple
 
 from baton.limits import LOCAL_PREFILL_BURST_STEPS
 from baton.online_fit import OnlineLinearFit
@@ -33,6 +42,8 @@ DECODE_PRIOR = (0.005, 0.0002, 0.00002)  # seconds: constant, per sequence, per 
 PREFILL_PRIOR = (0.05, 0.005)  # seconds: per 1024 tokens, per 1024**2 token pairs
 _STEPS_BEFORE_SAMPLING = 32  # so many steps of each kind are all observed
 SAMPLE_INTERVAL = 8  # afterwards one in so many
+SPREAD_STEPS = 16  # that compute all waiting prompts, at most, as far as bounds allow
+_MIN_SPARE_SHARE = 0.25  # of a block: with less to spare, prompts are not spread
 _ROUNDING_MARGIN = 1.01
 _KILO, _MEBI = 1 / 1024, 1 / 1024**2
 
@@ -45,6 +56,8 @@ class PrefillTokenBudget:
         self.prefill_step_share: float | None = None
         # Bound of a step with running sequences; None: unbounded. May be changed at any time.
         self.max_step_seconds: float | None = None
+        # Tokens of a step that take no longer to compute than the weights to read; 0: not known.
+        self.ridge_tokens = 0
         self._block_size = block_size
         self._decode_fit = OnlineLinearFit(DECODE_PRIOR)
         self._prefill_fit = OnlineLinearFit(PREFILL_PRIOR)
@@ -73,24 +86,26 @@ class PrefillTokenBudget:
         return self._decode_fit.predict((1.0, float(num_sequences), context_tokens * _KILO))
 
     def compute_token_limit(
-        self, num_sequences: int, context_tokens: int, computed_tokens: int
+        self, num_sequences: int, context_tokens: int, computed_tokens: int, waiting_tokens: int
     ) -> int | None:
         """Prompt tokens that the next step may compute, in whole blocks; None: no bound.
 
         `num_sequences` decode in it with `context_tokens` in their caches; `computed_tokens` of the
-        prompt are computed already.
+        prompt are computed already, and `waiting_tokens` of all prompts are not.
         """
         if not num_sequences:
             return None
         decode = (1.0, float(num_sequences), context_tokens * _KILO)
+        spare = self._count_spare_tokens(num_sequences)
         limits = (
-            self._limit_by_share(decode, computed_tokens),
-            self._limit_by_step_seconds(decode, computed_tokens),
+            self._limit_by_share(decode, computed_tokens, spare),
+            self._limit_by_step_seconds(decode, computed_tokens, spare),
+            self._limit_by_spreading(waiting_tokens, spare),
         )
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _limit_by_share(
-        self, decode: tuple[float, float, float], computed_tokens: int
+        self, decode: tuple[float, float, float], computed_tokens: int, spare: int
     ) -> int | None:
         if self.prefill_step_share is None:
             return None
@@ -101,71 +116,88 @@ class PrefillTokenBudget:
             _ROUNDING_MARGIN * self._block_size * (slope + curve * self._block_size / 2),
         )
         seconds = self._credit_seconds + earned
-        return 0 if seconds <= 0.0 else self._count_tokens_within(seconds, slope, curve)
+        return 0 if seconds <= 0.0 else self._count_tokens_within(seconds, slope, curve, spare)
 
     def _limit_by_step_seconds(
-        self, decode: tuple[float, float, float], computed_tokens: int
+        self, decode: tuple[float, float, float], computed_tokens: int, spare: int
     ) -> int | None:
         if self.max_step_seconds is None:
             return None
         seconds = self.max_step_seconds - self._decode_fit.predict(decode)
         if seconds <= 0.0:
             return self._block_size
-        tokens = self._count_tokens_within(seconds, *self._prefill_token_cost(computed_tokens))
+        slope, curve = self._prefill_token_cost(computed_tokens)
+        tokens = self._count_tokens_within(seconds, slope, curve, spare)
         return None if tokens is None else max(tokens, self._block_size)
 
-    def _count_tokens_within(self, seconds: float, slope: float, curve: float) -> int | None:
-        """Prompt tokens that take so long; None if they cost nothing."""
+    def _limit_by_spreading(self, waiting_tokens: int, spare: int) -> int | None:
+        is_worth_it = spare > 0 and spare >= _MIN_SPARE_SHARE * self._block_size
+        if self.prefill_step_share is not None or not is_worth_it:
+            return None
+        blocks = -(-waiting_tokens // (SPREAD_STEPS * self._block_size))
+        return max(blocks, spare // self._block_size, 1) * self._block_size
+
+    def _count_spare_tokens(self, num_sequences: int) -> int:
+        """Prompt tokens that cost nothing beside so many sequences."""
+        return max(0, self.ridge_tokens - num_sequences) if num_sequences else 0
+
+    def _count_tokens_within(
+        self, seconds: float, slope: float, curve: float, spare: int
+    ) -> int | None:
+        """Prompt tokens that take so long beside `spare` free ones; None if they cost nothing."""
         root = slope + math.sqrt(slope * slope + 2.0 * curve * seconds)
-        return (
-            _round_to_few_sizes(int(2.0 * seconds / root), self._block_size) if root > 0.0 else None
-        )
+        if root <= 0.0:
+            return None
+        return _round_to_few_sizes(spare + int(2.0 * seconds / root), self._block_size)
 
     def compute_time_share(self, batch: StepBatch, tokens: int) -> float:
         """Share of a step's time, 0 to 1, that a prompt with `tokens` tokens in it has added."""
-        decode, prompts = _step_features(batch)
-        new = prompts[0] / _KILO
-        if tokens == 1 or not new:
+        features = _StepFeatures.of(batch)
+        if tokens == 1 or not features.prompt_tokens:
             return tokens / batch.num_tokens
-        return self._prefill_fraction(decode, prompts) * tokens / new
+        return self._prefill_fraction(features) * tokens / features.prompt_tokens
 
     def observe_step(self, batch: StepBatch, seconds: float) -> None:
         """Update credit and cost model after a step that took `seconds`."""
-        decode, prompts = _step_features(batch)
-        running, mixed = bool(decode[1]), bool(prompts[0])
-        if self.prefill_step_share is not None and running:
-            if not mixed:
-                self._max_credit_seconds = max(
-                    self._max_credit_seconds,
-                    LOCAL_PREFILL_BURST_STEPS * self.prefill_step_share * seconds,
-                )
-            part = self._prefill_fraction(decode, prompts)
-            earned = seconds * (self.prefill_step_share * (1.0 - part) - part)
-            self._credit_seconds = max(
-                -self._max_credit_seconds,
-                min(self._credit_seconds + earned, self._max_credit_seconds),
-            )
+        features = _StepFeatures.of(batch)
+        if self.prefill_step_share is not None and features.num_sequences:
+            self._add_credit(features, seconds, self.prefill_step_share)
         if batch.num_draft_tokens:
             return  # VerificationCost learns from these
-        self._num_steps[mixed] += 1
-        if (
-            self._num_steps[mixed] > _STEPS_BEFORE_SAMPLING
-            and self._num_steps[mixed] % SAMPLE_INTERVAL
-        ):
+        has_prompts = bool(features.prompt_tokens)
+        self._num_steps[has_prompts] += 1
+        num_steps = self._num_steps[has_prompts]
+        if num_steps > _STEPS_BEFORE_SAMPLING and num_steps % SAMPLE_INTERVAL:
             return
-        if not mixed:
-            self._decode_fit.add_observation(decode, seconds)
-        elif running:
-            self._prefill_fit.add_observation(prompts, seconds - self._decode_fit.predict(decode))
-        elif self._num_steps[mixed] <= _STEPS_BEFORE_SAMPLING:
+        if not has_prompts:
+            self._decode_fit.add_observation(features.decode, seconds)
+        elif features.num_sequences:
+            self._observe_prompts(features, seconds - self._decode_fit.predict(features.decode))
+        elif num_steps <= _STEPS_BEFORE_SAMPLING:
             # A first estimate: without decode slices the whole step is charged to the prompt.
-            self._prefill_fit.add_observation(prompts, seconds)
+            self._prefill_fit.add_observation(features.list_prompt_inputs(0), seconds)
 
-    def _prefill_fraction(self, decode: tuple[float, ...], prompts: tuple[float, ...]) -> float:
-        if not decode[1]:
+    def _add_credit(self, features: "_StepFeatures", seconds: float, share: float) -> None:
+        if not features.prompt_tokens:
+            self._max_credit_seconds = max(
+                self._max_credit_seconds, LOCAL_PREFILL_BURST_STEPS * share * seconds
+            )
+        part = self._prefill_fraction(features)
+        credit = self._credit_seconds + seconds * (share * (1.0 - part) - part)
+        self._credit_seconds = max(-self._max_credit_seconds, min(credit, self._max_credit_seconds))
+
+    def _observe_prompts(self, features: "_StepFeatures", seconds: float) -> None:
+        """Learn from what prompts have added to a step, unless most of them was free."""
+        spare = self._count_spare_tokens(features.num_sequences)
+        if features.prompt_tokens >= 2 * spare:
+            self._prefill_fit.add_observation(features.list_prompt_inputs(spare), seconds)
+
+    def _prefill_fraction(self, features: "_StepFeatures") -> float:
+        if not features.num_sequences:
             return 1.0
-        prefill_seconds = self._prefill_fit.predict(prompts)
-        total = prefill_seconds + self._decode_fit.predict(decode)
+        spare = self._count_spare_tokens(features.num_sequences)
+        prefill_seconds = self._prefill_fit.predict(features.list_prompt_inputs(spare))
+        total = prefill_seconds + self._decode_fit.predict(features.decode)
         return prefill_seconds / total if total > 0.0 else 0.0
 
     def _prefill_token_cost(self, computed_tokens: int) -> tuple[float, float]:
@@ -185,19 +217,31 @@ def _round_to_few_sizes(tokens: int, block_size: int) -> int:
     return (blocks >> shift << shift) * block_size
 
 
-def _step_features(batch: StepBatch) -> tuple[tuple[float, float, float], tuple[float, float]]:
-    """Inputs of the cost model for decode and for prompts.
+class _StepFeatures(NamedTuple):
+    """Inputs of the cost model. Slices of one token count as decode, draft tokens do not count."""
 
-    Slices of one token count as decode. Draft tokens do not count.
-    """
-    sequences = context_tokens = new = 0
-    pairs = 0.0
-    for slice_ in batch.slices:
-        length = len(slice_.token_ids) - len(slice_.draft_specs)
-        if length == 1:
-            sequences += 1
-            context_tokens += slice_.start + 1
-        else:
-            new += length
-            pairs += length * (slice_.start + length / 2)
-    return (1.0, float(sequences), context_tokens * _KILO), (new * _KILO, pairs * _MEBI)
+    num_sequences: int  # that decode
+    context_tokens: int  # in their caches
+    prompt_tokens: int
+    prompt_pairs: float  # of a prompt token and one that it attends to
+
+    @classmethod
+    def of(cls, batch: StepBatch) -> "_StepFeatures":
+        sequences = context_tokens = new = 0
+        pairs = 0.0
+        for slice_ in batch.slices:
+            length = len(slice_.token_ids) - len(slice_.draft_specs)
+            if length == 1:
+                sequences += 1
+                context_tokens += slice_.start + 1
+            else:
+                new += length
+                pairs += length * (slice_.start + length / 2)
+        return cls(sequences, context_tokens, new, pairs)
+
+    @property
+    def decode(self) -> tuple[float, float, float]:
+        return 1.0, float(self.num_sequences), self.context_tokens * _KILO
+
+    def list_prompt_inputs(self, spare_tokens: int) -> tuple[float, float]:
+        return max(0, self.prompt_tokens - spare_tokens) * _KILO, self.prompt_pairs * _MEBI

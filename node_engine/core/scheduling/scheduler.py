@@ -300,20 +300,21 @@ class Scheduler:
     def _prefill_tokens_allowed(self, growing: list[Sequence]) -> int:
         """Prompt tokens that the step may compute beside the decoding sequences."""
         left = self.limits.max_batched_tokens - len(growing)
-        if not self.prefill_budget.is_bounded or not (
-            self.sequences.get_by_state(WAITING) or self.sequences.get_by_state(PREFILLING)
-        ):
+        waiting = self.sequences.get_by_state(WAITING)
+        prefilling = self.sequences.get_by_state(PREFILLING)
+        if not self.prefill_budget.is_bounded or not (waiting or prefilling):
             return left
         context_tokens = sum(len(sequence.token_ids) for sequence in growing)
         computed_tokens = max(
-            (
-                sequence.num_computed_tokens
-                for sequence in self.sequences.get_by_state(PREFILLING).values()
-            ),
-            default=0,
+            (sequence.num_computed_tokens for sequence in prefilling.values()), default=0
+        )
+        waiting_tokens = sum(
+            sequence.context_len - sequence.num_computed_tokens
+            for sequences in (waiting, prefilling)
+            for sequence in sequences.values()
         )
         allowed = self.prefill_budget.compute_token_limit(
-            len(growing), context_tokens, computed_tokens
+            len(growing), context_tokens, computed_tokens, waiting_tokens
         )
         return left if allowed is None else min(left, allowed)
 

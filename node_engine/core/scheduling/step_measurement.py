@@ -57,13 +57,32 @@ def measure_steps(
 
 def choose_chunk_tokens(measured: Sequence[MeasuredStep]) -> int | None:
     """The fewest prompt tokens of a step at nearly the best measured rate; None without chunks."""
+    least = BEST_RATE_SHARE * _find_best_rate(measured)
+    lengths = (
+        step.batch.num_tokens
+        for step in measured
+        if step.batch.num_tokens > 1 and step.batch.num_tokens >= least * step.seconds > 0.0
+    )
+    return min(lengths, default=None)
+
+
+def find_ridge_tokens(measured: Sequence[MeasuredStep]) -> int:
+    """Tokens computed at the best measured rate in the time of a decode step; 0 if not measured.
+
+    A decode step of one sequence takes as long as the weights take to be read.
+    """
+    decode = [step.seconds for step in measured if step.batch.num_tokens == 1]
+    return int(min(decode, default=0.0) * _find_best_rate(measured))
+
+
+def _find_best_rate(measured: Sequence[MeasuredStep]) -> float:
+    """Prompt tokens of a second; 0.0 without chunks."""
     rates = [
-        (step.batch.num_tokens, step.batch.num_tokens / step.seconds)
+        step.batch.num_tokens / step.seconds
         for step in measured
         if step.batch.num_tokens > 1 and step.seconds > 0.0
     ]
-    best = max((rate for _, rate in rates), default=0.0)
-    return min((tokens for tokens, rate in rates if rate >= BEST_RATE_SHARE * best), default=None)
+    return max(rates, default=0.0)
 
 
 def _iter_step_lengths(longest: int) -> Iterator[int]:
