@@ -105,7 +105,7 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests of a cell at most (default 64; 4 with --speculative)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="seconds of a cell at most (default 60)"
+        "--seconds", type=float, default=90.0, help="seconds of a cell at most (default 90)"
     )
     parser.add_argument(
         "--timeout", type=float, default=60.0, help="seconds of a request at most (default 60)"

@@ -104,7 +104,8 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
         Literal["auto"] | Annotated[float, Meta(ge=0, le=3_600_000)],
         help_text(
             "Milliseconds that a prompt chunk may make a step with running sequences last, "
-            "beyond one block; 0: no bound; auto: 250, on a GPU no bound"
+            "beyond one block; 0: no bound, and prompts are not spread over steps that leave "
+            "arithmetic idle; auto: 250, on a GPU no bound"
         ),
     ] = "auto"
     preemption: Annotated[

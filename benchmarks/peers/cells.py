@@ -10,7 +10,7 @@ from benchmarks.load.measurement import RequestMeasurement
 from benchmarks.load.request_plan import PlannedRequest
 
 _FEWEST_REQUESTS = 6
-_WAVES = 6  # requests of each client
+_WAVES = 5  # requests of each client
 _LONGS_PER_CELL = 4  # at least, in a workload that has long prompts
 
 

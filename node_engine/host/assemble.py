@@ -52,6 +52,7 @@ from node_engine.host.compute_thread import (
     RoleFactory,
     SwitchableRole,
 )
+from node_engine.host.cpu_kernels import begin_opening_weights
 from node_engine.host.device_monitor import DeviceMonitor
 from node_engine.host.draft_model import build_drafter, check_draft_settings
 from node_engine.host.engine_factory import (
@@ -106,12 +107,14 @@ async def run_node(
     segments.remove_stale_segments(Path(config.segment_dir))
     with ExitStack() as opened:
         writer = open_writer(config, opened)  # before torch opens files of the GPU
+        weights = begin_opening_weights(config)
         device = await asyncio.to_thread(resolve_device_type, config)
         STARTUP.end_phase("engine_imports")
         limits = choose_step_limits(config, role, device)
         require_cache_memory(config, device)  # fail before a model is loaded
         constraints = make_constraint_factory(config, opened)
-        engine = await asyncio.to_thread(build_engine, config, device, limits)
+        engine = await asyncio.to_thread(build_engine, config, device, limits, weights)
+        del weights  # which releases them if the engine computes with others
         STARTUP.end_phase("model")
         config = await with_advertised_address(config, stop)
         if stop.is_set():

@@ -7,10 +7,14 @@ from baton.errors import ConfigError
 from baton.models.weight_cache import resolve_weight_cache
 from baton.process import log
 from kv_kernels.native.native_library import NativeLibrary, load_library
-from node_engine.model.cpu.native_loader import WeightSharing
-from node_engine.model.loading.packed_weights.cache_folder import open_weight_cache
+from node_engine.model.loading.packed_weights.cache_folder import (
+    WeightCacheFolder,
+    open_weight_cache,
+)
 from node_engine.model.loading.packed_weights.digest_cache import ModelDigestCache
+from node_engine.model.loading.packed_weights.last_image import LastImage
 from node_engine.model.loading.packed_weights.store import PackedWeightStore
+from node_engine.model.loading.packed_weights.weight_sharing import WeightSharing
 
 
 def load_cpu_kernels(config: NodeConfig) -> NativeLibrary | None:
@@ -29,10 +33,46 @@ def load_cpu_kernels(config: NodeConfig) -> NativeLibrary | None:
     return None
 
 
-def open_weight_sharing(config: NodeConfig) -> WeightSharing:
-    """Where the nodes of this host keep packed weights. Raises ConfigError for a bad folder."""
+def begin_opening_weights(config: NodeConfig) -> PackedWeightStore | None:
+    """Begin to open the packed weights of the last start with these settings, on a thread.
+
+    Called before torch is imported, which takes as long. None if no weights are remembered. Raises
+    ConfigError for a bad size of the cache folder.
+    """
+    settings = resolve_weight_cache(config)
+    is_native = config.engine == "model" and config.device != "cuda"
+    if settings is None or not is_native or config.cpu_kernels == "torch":
+        return None
+    try:
+        cache = WeightCacheFolder(settings.folder, settings.max_bytes)
+    except OSError:
+        return None  # open_weight_sharing says why, if it is needed
+    image_id = _make_last_image(config, cache).find_image_id()
+    if image_id is None:
+        return None
+    store = PackedWeightStore(Path(config.segment_dir), cache)
+    store.begin_opening(image_id)
+    return store
+
+
+def open_weight_sharing(config: NodeConfig, begun: PackedWeightStore | None) -> WeightSharing:
+    """Where the nodes of this host keep packed weights. Raises ConfigError for a bad folder.
+
+    `begun`: the result of `begin_opening_weights`.
+    """
     cache = open_weight_cache(resolve_weight_cache(config))
     return WeightSharing(
-        PackedWeightStore(Path(config.segment_dir), cache),
+        begun or PackedWeightStore(Path(config.segment_dir), cache),
         None if cache is None else ModelDigestCache(cache.folder),
+        None if cache is None else _make_last_image(config, cache),
     )
+
+
+def _make_last_image(config: NodeConfig, cache: WeightCacheFolder) -> LastImage:
+    settings = {
+        "model": str(Path(config.model).resolve()),
+        "load_format": config.load_format,
+        "dtype": config.dtype,
+        "quantize": config.quantize,
+    }
+    return LastImage(cache.folder, settings)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # torch is imported only if a model is served
     import torch
 
     from kv_kernels.reference.torch_kernels import TorchKernels
+    from node_engine.model.loading.packed_weights.store import PackedWeightStore
     from node_engine.model.model_engine import Sampler
 
 _PACED_MAX_MODEL_LEN = 8192
@@ -34,18 +35,29 @@ def resolve_device_type(config: NodeConfig) -> DeviceType:
     return "cuda" if resolve_device(config.device).type == "cuda" else "cpu"
 
 
-def build_engine(config: NodeConfig, device: DeviceType, limits: StepLimits) -> Engine:
+def build_engine(
+    config: NodeConfig,
+    device: DeviceType,
+    limits: StepLimits,
+    weights: "PackedWeightStore | None" = None,
+) -> Engine:
     """Build the engine that `--engine` names; this takes seconds.
 
-    Raises ConfigError for a model that cannot be served, NodeFailed if the GPU failed.
+    `weights`: the result of `begin_opening_weights`, if they are opened already. Raises ConfigError
+    for a model that cannot be served, NodeFailed if the GPU failed.
     """
     if config.engine == "paced":
         return _build_paced_engine(config)
     with node_failed_at_device_loss():
-        return _build_model_engine(config, device, limits)
+        return _build_model_engine(config, device, limits, weights)
 
 
-def _build_model_engine(config: NodeConfig, device: DeviceType, limits: StepLimits) -> Engine:
+def _build_model_engine(
+    config: NodeConfig,
+    device: DeviceType,
+    limits: StepLimits,
+    weights: "PackedWeightStore | None",
+) -> Engine:
     from node_engine.host.cpu_kernels import load_cpu_kernels, open_weight_sharing
     from node_engine.model.model_loader import load_model_engine
 
@@ -65,7 +77,7 @@ def _build_model_engine(config: NodeConfig, device: DeviceType, limits: StepLimi
         max_num_seqs=limits.max_num_seqs,
         deterministic=config.deterministic,
         native_library=library,
-        open_sharing=partial(open_weight_sharing, config),
+        open_sharing=partial(open_weight_sharing, config, weights),
     )
 
 

@@ -15,7 +15,11 @@ from baton.shared_memory.segment import compute_host_id
 from baton.version import package_version
 from kv_kernels.native.native_library import NativeLibrary, load_library
 from node_engine.core.scheduling.step_limits import StepLimits, with_measured_chunk
-from node_engine.core.scheduling.step_measurement import MeasuredStep, measure_steps
+from node_engine.core.scheduling.step_measurement import (
+    MeasuredStep,
+    find_ridge_tokens,
+    measure_steps,
+)
 from node_engine.core.step.engine import Engine
 from node_engine.core.step.step_batch import StepBatch
 from node_engine.host.engine_factory import count_compute_threads
@@ -104,6 +108,7 @@ def _choose_measured_limits(
         max_num_seqs=chosen.max_num_seqs,
         max_batched_tokens=chosen.max_batched_tokens,
         max_step_seconds=chosen.max_step_seconds,
+        ridge_tokens=find_ridge_tokens(measured),
         measured_tokens_per_second=round(
             max((step.batch.num_tokens / step.seconds for step in measured), default=0.0)
         ),

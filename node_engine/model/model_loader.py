@@ -13,7 +13,8 @@ from kv_kernels.dispatch import kernels_for
 from kv_kernels.native.native_library import NativeLibrary
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
-from node_engine.model.cpu.native_loader import WeightSharing, load_native_engine
+from node_engine.model.cpu.native_loader import load_native_engine
+from node_engine.model.loading.packed_weights.weight_sharing import WeightSharing
 from node_engine.model.loading.resolved_model import (
     Device,
     DType,

@@ -25,6 +25,8 @@ CACM 52, 2009). Prompt tokens beside n sequences are therefore free as far as th
 first `ridge_tokens` - n. While that is a good part of a block, and no share bounds prompts, waiting
 prompts are spread over up to SPREAD_STEPS steps instead of computed at once. The same tokens then
 take less time in all and running sequences wait less at once, for a prompt that may wait longer.
+Prompts that keep coming would make a queue: after MAX_SPREAD_RUN steps with prompts in a row, they
+are computed at once until a step has none.
 
 Bounding what prompts add to mixed steps is the idea of Agrawal et al., "Taming Throughput-Latency
 Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024); there the bound is a number of tokens
@@ -43,6 +45,7 @@ PREFILL_PRIOR = (0.05, 0.005)  # seconds: per 1024 tokens, per 1024**2 token pai
 _STEPS_BEFORE_SAMPLING = 32  # so many steps of each kind are all observed
 SAMPLE_INTERVAL = 8  # afterwards one in so many
 SPREAD_STEPS = 16  # that compute all waiting prompts, at most, as far as bounds allow
+MAX_SPREAD_RUN = 2 * SPREAD_STEPS
 _MIN_SPARE_SHARE = 0.25  # of a block: with less to spare, prompts are not spread
 _ROUNDING_MARGIN = 1.01
 _KILO, _MEBI = 1 / 1024, 1 / 1024**2
@@ -63,6 +66,7 @@ class PrefillTokenBudget:
         self._prefill_fit = OnlineLinearFit(PREFILL_PRIOR)
         self._credit_seconds = 0.0  # negative (a debt) if steps took longer than predicted
         self._max_credit_seconds = 0.0  # bound of credit and debt
+        self._prompt_run = 0  # steps with prompts since the last one without
         self._num_steps = {True: 0, False: 0}  # by whether they had prompts
 
     @property
@@ -132,7 +136,8 @@ class PrefillTokenBudget:
 
     def _limit_by_spreading(self, waiting_tokens: int, spare: int) -> int | None:
         is_worth_it = spare > 0 and spare >= _MIN_SPARE_SHARE * self._block_size
-        if self.prefill_step_share is not None or not is_worth_it:
+        is_queue = self._prompt_run >= MAX_SPREAD_RUN
+        if self.prefill_step_share is not None or is_queue or not is_worth_it:
             return None
         blocks = -(-waiting_tokens // (SPREAD_STEPS * self._block_size))
         return max(blocks, spare // self._block_size, 1) * self._block_size
@@ -160,6 +165,7 @@ class PrefillTokenBudget:
     def observe_step(self, batch: StepBatch, seconds: float) -> None:
         """Update credit and cost model after a step that took `seconds`."""
         features = _StepFeatures.of(batch)
+        self._prompt_run = self._prompt_run + 1 if features.prompt_tokens else 0
         if self.prefill_step_share is not None and features.num_sequences:
             self._add_credit(features, seconds, self.prefill_step_share)
         if batch.num_draft_tokens:

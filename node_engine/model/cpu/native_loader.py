@@ -12,26 +12,18 @@ from node_engine.model.cpu.native_model import build_native_model
 from node_engine.model.cpu.native_weights import WeightPlan
 from node_engine.model.loading.checkpoint_digest import find_model_digest
 from node_engine.model.loading.model_tensors import CheckpointTensors, DummyTensors
-from node_engine.model.loading.packed_weights.digest_cache import ModelDigestCache
 from node_engine.model.loading.packed_weights.image_layout import (
     PackedWeightsKey,
     RegionSpec,
     plan_image,
 )
 from node_engine.model.loading.packed_weights.image_memory import allocate_private_image
-from node_engine.model.loading.packed_weights.store import ImageSource, PackedWeightStore
+from node_engine.model.loading.packed_weights.store import ImageSource
+from node_engine.model.loading.packed_weights.weight_sharing import WeightSharing
 from node_engine.model.loading.resolved_model import ResolvedModel
 
 # Smaller models are packed in a moment by each node.
 MIN_SHARED_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSharing:
-    """Where packed weights and model digests are kept."""
-
-    store: PackedWeightStore
-    digests: ModelDigestCache | None  # None: nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +100,8 @@ def _find_weights(
     specs = [RegionSpec(region.name, region.nbytes) for region in plan.regions]
     if sharing is not None:
         packed = sharing.store.open_or_build(key, specs, fill_region)
+        if sharing.last_image is not None:
+            sharing.last_image.save_image_id(packed.image_id)
         addresses = {name: region.address for name, region in packed.regions.items()}
         return _FoundWeights(addresses, packed, packed.image_bytes, packed.source)
     layout = plan_image(key, specs)

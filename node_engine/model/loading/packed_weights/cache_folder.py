@@ -23,7 +23,12 @@ from baton.models.weight_cache import (
     require_private_folder,
 )
 from baton.process import log
-from node_engine.model.loading.packed_weights.image_layout import ImageLayout
+from node_engine.model.loading.packed_weights.image_layout import (
+    PREFIX_BYTES,
+    ImageLayout,
+    count_header_bytes,
+    read_layout,
+)
 from node_engine.model.loading.packed_weights.image_memory import (
     ImageMemory,
     compute_checksums,
@@ -50,7 +55,23 @@ class WeightCacheFolder:
         self.max_bytes = max_bytes
 
     def image_path(self, layout: ImageLayout) -> Path:
-        return self.folder / f"{layout.image_id}{IMAGE_FILE_SUFFIX}"
+        return self._name_path(layout.image_id)
+
+    def find_layout(self, image_id: str) -> ImageLayout | None:
+        """The layout of an image, as its file describes it; None if no file can be used."""
+        try:
+            with os.fdopen(_open_unfollowed(self._name_path(image_id)), "rb") as file:
+                found = os.fstat(file.fileno())
+                _require_private_file(found)
+                prefix = file.read(PREFIX_BYTES)
+                rest = file.read(count_header_bytes(prefix) - len(prefix))
+                layout = read_layout(prefix + rest, found.st_size)
+        except (OSError, ValueError):
+            return None
+        return layout if layout.image_id == image_id else None
+
+    def _name_path(self, image_id: str) -> Path:
+        return self.folder / f"{image_id}{IMAGE_FILE_SUFFIX}"
 
     def load_image(
         self, layout: ImageLayout, memory: ImageMemory, on_read: Callable[[int], None]
@@ -61,7 +82,7 @@ class WeightCacheFolder:
         ImageFileDamaged, with anything in the memory.
         """
         try:
-            fd = os.open(self.image_path(layout), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = _open_unfollowed(self.image_path(layout))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -207,14 +228,23 @@ def lock_cache_folder(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _check_file(fd: int, layout: ImageLayout) -> dict[str, str]:
-    """The checksums in the file's header. Raises ValueError for a file that must not be read."""
-    found = os.fstat(fd)
+def _open_unfollowed(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _require_private_file(found: os.stat_result) -> None:
+    """Raise ValueError for a file that others may have written."""
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ValueError(
             f"it belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}, "
             "so others may have written it"
         )
+
+
+def _check_file(fd: int, layout: ImageLayout) -> dict[str, str]:
+    """The checksums in the file's header. Raises ValueError for a file that must not be read."""
+    found = os.fstat(fd)
+    _require_private_file(found)
     if found.st_size != layout.image_bytes:
         raise ValueError(f"it has {found.st_size} bytes, and the image {layout.image_bytes}")
     return layout.decode_header(os.pread(fd, layout.header_bytes, 0))

@@ -23,6 +23,7 @@ from baton.shared_memory.memory_map import HUGE_PAGE
 REGION_ALIGNMENT = 64  # bytes of a cache line, and of the widest vector register
 _MAGIC = b"BATONPW1"
 _PREFIX = struct.Struct("<8sQQ")  # magic, length of the JSON, XXH3-64 of the JSON
+PREFIX_BYTES = _PREFIX.size
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_NAME_CHARACTERS = 256
 
@@ -98,22 +99,41 @@ class ImageLayout:
 
         Raises ValueError unless the header is complete, undamaged, and describes this layout.
         """
-        if len(header) < _PREFIX.size:
-            raise ValueError("the header is too short")
-        magic, length, checksum = _PREFIX.unpack_from(header)
-        if magic != _MAGIC:
-            raise ValueError("the image is not complete, or of another format")
-        fields = bytes(header[_PREFIX.size : _PREFIX.size + min(length, _MAX_HEADER_BYTES)])
-        if len(fields) != length or xxhash.xxh3_64_intdigest(fields) != checksum:
-            raise ValueError("the header is damaged")
-        try:
-            found = msgspec.json.decode(fields, type=_HeaderFields)
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"the header is damaged: {error}") from None
-        unchecked = tuple(RegionRecord(r.name, r.offset, r.size_bytes) for r in found.regions)
-        if found.key != self.key or unchecked != self.regions:
+        found = _decode_fields(header)
+        if found.key != self.key or _without_checksums(found.regions) != self.regions:
             raise ValueError("the image is that of other weights, or packed in another format")
         return {region.name: region.checksum for region in found.regions}
+
+
+def read_layout(header: bytes, image_bytes: int) -> ImageLayout:
+    """Return the layout of an image of `image_bytes` that begins with `header`.
+
+    Raises ValueError unless the header is complete, undamaged, and describes such an image.
+    """
+    found = _decode_fields(header)
+    end = 0
+    for region in found.regions:
+        if region.offset < end or region.size_bytes < 0:
+            raise ValueError(f"region {region.name} lies in another one")
+        end = region.offset + region.size_bytes
+    if not found.regions or found.regions[0].offset < _PREFIX.size or end != image_bytes:
+        raise ValueError(f"the image has {image_bytes} bytes, and its regions end at {end}")
+    return ImageLayout(found.key, _without_checksums(found.regions), image_bytes)
+
+
+def count_header_bytes(prefix: bytes) -> int:
+    """Bytes of the header that begins with `prefix`, PREFIX_BYTES of it; at most 16 MiB.
+
+    Raises ValueError for the beginning of anything else.
+    """
+    if len(prefix) < PREFIX_BYTES:
+        raise ValueError("the header is too short")
+    magic: bytes
+    length: int
+    magic, length, _ = _PREFIX.unpack_from(prefix)
+    if magic != _MAGIC:
+        raise ValueError("the image is not complete, or of another format")
+    return PREFIX_BYTES + min(length, _MAX_HEADER_BYTES)
 
 
 def split_magic(header: bytes) -> tuple[bytes, bytes]:
@@ -148,6 +168,22 @@ def _check_specs(specs: Sequence[RegionSpec]) -> None:
         alignment = spec.alignment
         if not 0 < alignment <= HUGE_PAGE or alignment & (alignment - 1):
             raise ValueError(f"region {spec.name} is aligned to {alignment} bytes")
+
+
+def _decode_fields(header: bytes | memoryview) -> _HeaderFields:
+    end = count_header_bytes(bytes(header[:PREFIX_BYTES]))
+    _, length, checksum = _PREFIX.unpack_from(header)
+    fields = bytes(header[PREFIX_BYTES:end])
+    if len(fields) != length or xxhash.xxh3_64_intdigest(fields) != checksum:
+        raise ValueError("the header is damaged")
+    try:
+        return msgspec.json.decode(fields, type=_HeaderFields)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"the header is damaged: {error}") from None
+
+
+def _without_checksums(regions: Sequence[RegionRecord]) -> tuple[RegionRecord, ...]:
+    return tuple(RegionRecord(r.name, r.offset, r.size_bytes) for r in regions)
 
 
 def _encode_fields(key: PackedWeightsKey, regions: Sequence[RegionRecord]) -> bytes:

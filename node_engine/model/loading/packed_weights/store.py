@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -62,6 +63,7 @@ class PackedWeights:
     """The packed weights of a model, by region."""
 
     regions: Mapping[str, PackedRegion]
+    image_id: str
     image_bytes: int
     source: ImageSource  # where they were found
     is_shared: bool  # whether other nodes of this host can use the same memory
@@ -83,6 +85,14 @@ class PackedWeightStore:
         self._segment_folder = segment_folder
         self._cache = cache
         self._patience_seconds = patience_seconds
+        self._early: _EarlyOpening | None = None
+
+    def begin_opening(self, image_id: str) -> None:
+        """Open an image on a thread, if it is in a segment or a cache file.
+
+        The next `open_or_build` waits for it, and uses it if it is the right one.
+        """
+        self._early = _EarlyOpening(partial(self._open_packed, image_id))
 
     def open_or_build(
         self, key: PackedWeightsKey, specs: Sequence[RegionSpec], fill: FillRegion
@@ -94,13 +104,7 @@ class PackedWeightStore:
         """
         started = time.monotonic()
         layout = plan_image(key, specs)
-        try:
-            opened = self._open_shared(layout, fill)
-        except SharedImageUnavailable as reason:
-            log.get_logger("engine").warning(
-                "packed weights are not shared with other nodes of this host", reason=str(reason)
-            )
-            opened = self._build_private(layout, fill)
+        opened = self._take_early(layout) or self._open_or_build(layout, fill)
         weights = _make_weights(layout, opened, time.monotonic() - started)
         log.get_logger("engine").info(
             "packed weights ready",
@@ -112,6 +116,30 @@ class PackedWeightStore:
         )
         return weights
 
+    def _take_early(self, layout: ImageLayout) -> "_OpenedImage | None":
+        """What `begin_opening` has opened, if it has this layout. Another image is released."""
+        early, self._early = self._early, None
+        opened = early.finish() if early is not None else None
+        return opened if opened is not None and opened.layout == layout else None
+
+    def _open_packed(self, image_id: str) -> "_OpenedImage | None":
+        layout = self._cache.find_layout(image_id) if self._cache is not None else None
+        if layout is None:
+            return None
+        try:
+            return self._open_shared(layout, _refuse_to_fill)
+        except (SharedImageUnavailable, _NotPackedError):
+            return None  # `open_or_build` tries again, and says why if it cannot
+
+    def _open_or_build(self, layout: ImageLayout, fill: FillRegion) -> "_OpenedImage":
+        try:
+            return self._open_shared(layout, fill)
+        except SharedImageUnavailable as reason:
+            log.get_logger("engine").warning(
+                "packed weights are not shared with other nodes of this host", reason=str(reason)
+            )
+            return self._build_private(layout, fill)
+
     def _open_shared(self, layout: ImageLayout, fill: FillRegion) -> "_OpenedImage":
         for _ in range(_MAX_ATTEMPTS):
             image = SharedImage(self._segment_folder, layout)
@@ -122,7 +150,7 @@ class PackedWeightStore:
                 if image.is_complete():
                     memory = image.map_for_reading()
                     image.unlock_for_others()
-                    return _OpenedImage(memory, "segment", is_shared=True)
+                    return _OpenedImage(layout, memory, "segment", is_shared=True)
                 if image.is_empty():
                     return self._fill_shared(image, layout, fill)
                 image.remove()  # a process died while it filled this file
@@ -143,14 +171,14 @@ class PackedWeightStore:
         memory = image.map_for_reading()
         image.unlock_for_others()
         return _OpenedImage(
-            memory, filled.source, is_shared=True, cache_writer=self._save(filled, memory)
+            layout, memory, filled.source, is_shared=True, cache_writer=self._save(filled, memory)
         )
 
     def _build_private(self, layout: ImageLayout, fill: FillRegion) -> "_OpenedImage":
         memory = allocate_private_image(layout)
         filled = self._fill(memory, layout, fill)
         return _OpenedImage(
-            memory, filled.source, is_shared=False, cache_writer=self._save(filled, memory)
+            layout, memory, filled.source, is_shared=False, cache_writer=self._save(filled, memory)
         )
 
     def _fill(self, memory: ImageMemory, layout: ImageLayout, fill: FillRegion) -> "_FilledImage":
@@ -203,10 +231,42 @@ class _FilledImage:
 
 @dataclass(frozen=True, slots=True)
 class _OpenedImage:
+    layout: ImageLayout
     memory: ImageMemory
     source: ImageSource
     is_shared: bool
     cache_writer: threading.Thread | None = None
+
+
+class _NotPackedError(Exception):
+    """An image is neither in a segment nor in a cache file."""
+
+
+def _refuse_to_fill(name: str, memory: memoryview) -> None:
+    raise _NotPackedError
+
+
+class _EarlyOpening:
+    """The result of a call on a thread of its own."""
+
+    def __init__(self, open_image: Callable[[], _OpenedImage | None]) -> None:
+        self._opened: _OpenedImage | None = None
+        self._thread = threading.Thread(target=self._run, args=(open_image,), name="packed-weights")
+        self._thread.start()
+
+    def finish(self) -> _OpenedImage | None:
+        """Wait for the result. None also if the call has failed, which is logged."""
+        self._thread.join()
+        opened, self._opened = self._opened, None
+        return opened
+
+    def _run(self, open_image: Callable[[], _OpenedImage | None]) -> None:
+        try:
+            self._opened = open_image()
+        except Exception as error:  # whatever it is: open_or_build tries again, and raises it
+            log.get_logger("engine").warning(
+                "packed weights are not read before they are needed", **log.get_error_fields(error)
+            )
 
 
 def _make_weights(layout: ImageLayout, opened: _OpenedImage, seconds: float) -> PackedWeights:
@@ -216,6 +276,7 @@ def _make_weights(layout: ImageLayout, opened: _OpenedImage, seconds: float) -> 
             region.name: PackedRegion(memory.address + region.offset, memory.region_view(region))
             for region in layout.regions
         },
+        layout.image_id,
         layout.image_bytes,
         opened.source,
         opened.is_shared,

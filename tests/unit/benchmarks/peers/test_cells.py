@@ -35,7 +35,7 @@ def measured(
 def test_default_cells() -> None:
     names = [cell.name for cell in parse_cells(DEFAULT_CELLS)]
     assert names == ["chat_c1", "chat_c4", "chat_c16", "mixed_c4"]
-    assert [cell.num_requests for cell in parse_cells(DEFAULT_CELLS)] == [6, 24, 96, 32]
+    assert [cell.num_requests for cell in parse_cells(DEFAULT_CELLS)] == [6, 20, 80, 32]
 
 
 def test_every_eighth_request_of_the_mix_is_long_and_prompts_are_new() -> None:

@@ -5,7 +5,11 @@ The machine reads and computes at once: a step takes as long as the longer of bo
 
 import pytest
 
-from node_engine.core.scheduling.prefill_token_budget import SPREAD_STEPS, PrefillTokenBudget
+from node_engine.core.scheduling.prefill_token_budget import (
+    MAX_SPREAD_RUN,
+    SPREAD_STEPS,
+    PrefillTokenBudget,
+)
 from node_engine.core.scheduling.step_measurement import find_ridge_tokens, measure_steps
 from node_engine.core.step.step_batch import SequenceId, SequenceSlice, StepBatch
 from tests.unit.node_engine.core.stepped_node import (
@@ -78,6 +82,17 @@ def test_many_waiting_tokens_are_computed_in_so_many_steps() -> None:
 @pytest.mark.parametrize("num_running", [RIDGE - 3, RIDGE, 40])
 def test_nothing_is_spread_beside_sequences_that_leave_nothing_idle(num_running: int) -> None:
     assert limit_tokens(make_budget(), num_running, 128) >= 0.6 * BOUND * TOKENS_PER_SECOND
+
+
+def test_prompts_that_keep_coming_are_computed_at_once_until_there_is_none() -> None:
+    budget = make_budget()
+    budget.observe_step(make_batch(4), READ_SECONDS)
+    for _ in range(MAX_SPREAD_RUN):
+        assert limit_tokens(budget, 4, 128) == BLOCK
+        budget.observe_step(make_batch(4, BLOCK), READ_SECONDS)
+    assert limit_tokens(budget, 4, 128) > 4 * BLOCK
+    budget.observe_step(make_batch(4), READ_SECONDS)
+    assert limit_tokens(budget, 4, 128) == BLOCK
 
 
 def test_only_the_share_bounds_prompts_if_there_is_one() -> None:
