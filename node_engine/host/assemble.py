@@ -114,7 +114,6 @@ async def run_node(
         require_cache_memory(config, device)  # fail before a model is loaded
         constraints = make_constraint_factory(config, opened)
         engine = await asyncio.to_thread(build_engine, config, device, limits, weights)
-        del weights  # which releases them if the engine computes with others
         STARTUP.end_phase("model")
         config = await with_advertised_address(config, stop)
         if stop.is_set():

@@ -62,6 +62,8 @@ def _build_model_engine(
     from node_engine.model.model_loader import load_model_engine
 
     library = load_cpu_kernels(config) if device == "cpu" else None
+    if library is None and weights is not None:
+        weights.cancel_opening()
     return load_model_engine(
         config.model,
         dtype=config.dtype,

@@ -13,8 +13,7 @@ from kv_kernels.dispatch import kernels_for
 from kv_kernels.native.native_library import NativeLibrary
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
-from node_engine.model.cpu.native_loader import load_native_engine
-from node_engine.model.loading.packed_weights.weight_sharing import WeightSharing
+from node_engine.model.cpu.native_loader import OpenSharing, load_native_engine
 from node_engine.model.loading.resolved_model import (
     Device,
     DType,
@@ -52,7 +51,7 @@ def load_model_engine(
     kv_dtype: KVDType = "auto",
     emulates_fp8: bool = False,
     native_library: NativeLibrary | None = None,
-    open_sharing: Callable[[], WeightSharing] | None = None,
+    open_sharing: OpenSharing | None = None,
 ) -> BaseEngine:
     """Build an engine from a Hugging Face folder.
 
@@ -93,7 +92,7 @@ def _has_native_kernels(model: ResolvedModel) -> bool:
 def _load_native(
     model: ResolvedModel,
     library: NativeLibrary,
-    open_sharing: Callable[[], WeightSharing] | None,
+    open_sharing: OpenSharing | None,
     *,
     is_dummy: bool,
 ) -> BaseEngine:

@@ -25,6 +25,8 @@ from node_engine.model.loading.resolved_model import ResolvedModel
 # Smaller models are packed in a moment by each node.
 MIN_SHARED_BYTES = 64 << 20
 
+OpenSharing = Callable[[], WeightSharing]
+
 
 @dataclass(frozen=True, slots=True)
 class _FoundWeights:
@@ -40,7 +42,7 @@ def load_native_engine(
     threads: int,
     *,
     is_dummy: bool = False,
-    open_sharing: Callable[[], WeightSharing] | None = None,
+    open_sharing: OpenSharing | None = None,
 ) -> NativeEngine:
     """Build an engine over native kernels.
 

@@ -94,6 +94,12 @@ class PackedWeightStore:
         """
         self._early = _EarlyOpening(partial(self._open_packed, image_id))
 
+    def cancel_opening(self) -> None:
+        """Release what `begin_opening` opens, after it is open. Does nothing without it."""
+        early, self._early = self._early, None
+        if early is not None:
+            early.finish()
+
     def open_or_build(
         self, key: PackedWeightsKey, specs: Sequence[RegionSpec], fill: FillRegion
     ) -> PackedWeights:

@@ -68,11 +68,10 @@ def test_weights_that_nobody_asks_for_are_released(tmp_path: Path) -> None:
     pack_into_cache(tmp_path, cache)
     store = PackedWeightStore(tmp_path, cache)
     store.begin_opening(LAYOUT.image_id)
-    assert store._early is not None
-    store._early._thread.join()
-    assert segment_path(tmp_path).exists()
-    del store
+    store.cancel_opening()
     assert not segment_path(tmp_path).exists()
+    store.cancel_opening()
+    assert store.open_or_build(KEY, SPECS, refuse_to_fill).source == "cache file"
 
 
 @pytest.mark.parametrize("image_id", [LAYOUT.image_id, "../../etc/passwd", ""])
