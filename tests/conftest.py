@@ -23,6 +23,7 @@ settings.load_profile("seeded")
 
 
 _HERE = Path(__file__).parent
+_LOG_FILE = open(2, "w", closefd=False)
 # Files go whole to the processes of a parallel run, in this order and within a folder the slow ones
 # first, so that all end together.
 _FOLDERS = (
@@ -101,15 +102,29 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_configure() -> None:
+    _reset_logging()
+
+
 def pytest_runtest_teardown() -> None:
     """A node that ran inside a test leaves none of its logging to the next one."""
-    structlog.reset_defaults()
+    _reset_logging()
 
 
 def pytest_unconfigure() -> None:
     """A command line called in a test leaves Typer's hook behind, which complains when the process
     ends."""
     sys.excepthook = sys.__excepthook__
+
+
+def _reset_logging() -> None:
+    """Let structlog print to standard error through a text file of its own.
+
+    Its default is `print` without a file. Where pytest replaces `sys.stdout` while a thread of a
+    server prints like that, CPython may use the freed file: a segmentation fault.
+    """
+    structlog.reset_defaults()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(_LOG_FILE))
 
 
 def _run_order(item: pytest.Item) -> int:

@@ -261,7 +261,7 @@ def test_a_fault_on_the_way_never_seals_a_wrong_byte(
             assert pair.finish_handoff(ticket).key == key
             assert pair.has_arrived([1, 2], BLOCKS)
         else:
-            pair.expect_lost(ticket, fault.expected_error)
+            pair.expect_lost_and_fenced(ticket, fault.expected_error)
             assert pair.prefill_events.expect_event(OutboundAborted).key == key
         pair.check_full_handoff()
         assert pair.decode_events.drain_unexpected() == []

@@ -46,12 +46,12 @@ def test_a_forked_process_is_measured_from_its_fork() -> None:
     assert timer.phases == {"imports": 0.5, "settings": 1.0, "preparation": 0.5}
 
 
-def test_the_log_line_has_all_phases(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_line_has_all_phases(capfd: pytest.CaptureFixture[str]) -> None:
     timer = StartupTimer(StepClock(1.0, 2.25), created_at=0.0)
     timer.end_phase("imports")
     timer.finish("ports")
     log.flush_log()
-    written = capsys.readouterr()
+    written = capfd.readouterr()
     line = next(line for line in (written.out + written.err).split("\n") if STARTUP_EVENT in line)
     assert "imports_seconds" in line
     assert "ports_seconds" in line

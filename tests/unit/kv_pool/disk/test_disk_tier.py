@@ -227,7 +227,7 @@ async def test_truncated_file_loses_only_its_tail(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", ["pool.disk.write", "pool.disk.read"])
 async def test_failed_disk_is_disabled_and_logged_once(
-    tmp_path: Path, point: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, point: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with open_rig(tmp_path) as rig:
         tokens = make_tokens(1, 12)
@@ -242,7 +242,7 @@ async def test_failed_disk_is_disabled_and_logged_once(
             await rig.publish_tokens(make_tokens(number, 12))
             assert await rig.find_blocks(make_tokens(number, 12)) == (12, 12)
         await rig.evict_all()
-        printed = capsys.readouterr()
+        printed = capfd.readouterr()
         assert (printed.out + printed.err).count("disk tier failed") == 1
     async with open_rig(tmp_path) as rig:
         assert rig.manager.open_pool.disk_ledger() is not None, "a restart tries again"
@@ -282,10 +282,10 @@ async def test_load_slower_than_recompute_is_declined(tmp_path: Path) -> None:
 
 
 async def test_pool_runs_without_an_unusable_disk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with open_rig(tmp_path, ready=False, slots=0) as rig:
         await rig.publish_tokens(make_tokens(1, 5))
         assert await rig.find_blocks(make_tokens(1, 5)) == (5, 5)
-    printed = capsys.readouterr()
+    printed = capfd.readouterr()
     assert (printed.out + printed.err).count("disk tier not mounted") == 1
