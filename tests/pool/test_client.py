@@ -143,7 +143,7 @@ async def test_a_pin_is_released_once(host: PoolTestHost) -> None:
 
 
 async def test_pool_of_another_model_refuses_with_the_field(
-    host: PoolTestHost, capsys: pytest.CaptureFixture[str]
+    host: PoolTestHost, capfd: pytest.CaptureFixture[str]
 ) -> None:
     await host.start_node()
     for changed, reason in (
@@ -152,7 +152,7 @@ async def test_pool_of_another_model_refuses_with_the_field(
         ({"layout": LAYOUT.__class__(1, 2, 32, 8, "float32")}, "num_layers"),
     ):
         async with other_node(host.pool.address, host.folder, "stranger", **changed) as stranger:
-            await wait_until(reason, _has_printed(capsys, reason))
+            await wait_until(reason, _has_printed(capfd, reason))
             assert not stranger.client.is_attached
             assert await stranger.find_prefix(make_tokens(1, 2)) == PoolHit(None, ())
 
@@ -236,11 +236,11 @@ async def _find_into(
     found.set_result(await node.find_prefix(tokens))
 
 
-def _has_printed(capsys: pytest.CaptureFixture[str], text: str) -> Callable[[], bool]:
+def _has_printed(capfd: pytest.CaptureFixture[str], text: str) -> Callable[[], bool]:
     heard: list[str] = []
 
     def said() -> bool:
-        out, err = capsys.readouterr()
+        out, err = capfd.readouterr()
         heard.append(out + err)
         return any(text in line for line in heard)
 
