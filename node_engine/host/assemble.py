@@ -65,6 +65,7 @@ from node_engine.host.host_arena import HostArena, create_host_arena, require_ca
 from node_engine.host.node_link_member import NodeLinkMember
 from node_engine.host.node_runtime import NodeRuntime, call_on_loop
 from node_engine.host.scheduler_factory import make_scheduler
+from node_engine.model.loading.packed_weights.store import PackedWeightStore
 from node_engine.roles.coordinator_reporter import CoordinatorReporter
 from node_engine.roles.role_policy import RoleContext
 from node_engine.shared_pool.pool_client import SharedPoolClient
@@ -107,11 +108,11 @@ async def run_node(
     segments.remove_stale_segments(Path(config.segment_dir))
     with ExitStack() as opened:
         writer = open_writer(config, opened)  # before torch opens files of the GPU
-        weights = begin_opening_weights(config)
+        weights = begin_opening_weights(config, opened)
         device = await asyncio.to_thread(resolve_device_type, config)
         STARTUP.end_phase("engine_imports")
         limits = choose_step_limits(config, role, device)
-        require_cache_memory(config, device)  # fail before a model is loaded
+        check_cache_memory(config, device, weights)  # fail before a model is loaded
         constraints = make_constraint_factory(config, opened)
         engine = await asyncio.to_thread(build_engine, config, device, limits, weights)
         STARTUP.end_phase("model")
@@ -282,6 +283,19 @@ def choose_step_limits(config: NodeConfig, role: Role, device: DeviceType) -> St
             param="speculative",
         )
     return resolve_step_limits(config, DEFAULT_LIMITS[role][device])
+
+
+def check_cache_memory(
+    config: NodeConfig, device: DeviceType, weights: PackedWeightStore | None
+) -> None:
+    """Raise ConfigError if the memory of the KV cache is not available."""
+    try:
+        require_cache_memory(config, device)
+    except ConfigError:
+        if weights is None:
+            raise
+        weights.cancel_opening()  # they may be of another model, and take the memory
+        require_cache_memory(config, device)
 
 
 def create_arena(

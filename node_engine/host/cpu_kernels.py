@@ -1,5 +1,6 @@
 """Which kernels a node on CPUs computes with, and where it keeps weights that they have packed."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from baton.config.node_config import NodeConfig
@@ -33,29 +34,34 @@ def load_cpu_kernels(config: NodeConfig) -> NativeLibrary | None:
     return None
 
 
-def begin_opening_weights(config: NodeConfig) -> PackedWeightStore | None:
+def begin_opening_weights(config: NodeConfig, opened: ExitStack) -> PackedWeightStore | None:
     """Begin to open the packed weights of the last start with these settings, on a thread.
 
-    Called before torch is imported, which takes as long. None if no weights are remembered. Raises
-    ConfigError for a bad size of the cache folder.
+    Called before torch is imported, which takes as long. `opened` ends what has not ended. None if
+    no weights are remembered. Raises ConfigError for a bad size of the cache folder.
     """
     settings = resolve_weight_cache(config)
-    is_native = config.engine == "model" and config.device != "cuda"
-    if settings is None or not is_native or config.cpu_kernels == "torch":
+    if settings is None or config.engine != "model" or config.device == "cuda":
+        return None
+    library = load_library(config.cpu_kernels)
+    if not isinstance(library, NativeLibrary):
         return None
     try:
         cache = WeightCacheFolder(settings.folder, settings.max_bytes)
     except OSError:
         return None  # open_weight_sharing says why, if it is needed
-    image_id = _make_last_image(config, cache).find_image_id()
+    image_id = _make_last_image(config, cache, library).find_image_id()
     if image_id is None:
         return None
     store = PackedWeightStore(Path(config.segment_dir), cache)
     store.begin_opening(image_id)
+    opened.callback(store.cancel_opening)
     return store
 
 
-def open_weight_sharing(config: NodeConfig, begun: PackedWeightStore | None) -> WeightSharing:
+def open_weight_sharing(
+    config: NodeConfig, library: NativeLibrary, begun: PackedWeightStore | None
+) -> WeightSharing:
     """Where the nodes of this host keep packed weights. Raises ConfigError for a bad folder.
 
     `begun`: the result of `begin_opening_weights`.
@@ -64,12 +70,16 @@ def open_weight_sharing(config: NodeConfig, begun: PackedWeightStore | None) -> 
     return WeightSharing(
         begun or PackedWeightStore(Path(config.segment_dir), cache),
         None if cache is None else ModelDigestCache(cache.folder),
-        None if cache is None else _make_last_image(config, cache),
+        None if cache is None else _make_last_image(config, cache, library),
     )
 
 
-def _make_last_image(config: NodeConfig, cache: WeightCacheFolder) -> LastImage:
+def _make_last_image(
+    config: NodeConfig, cache: WeightCacheFolder, library: NativeLibrary
+) -> LastImage:
     settings = {
+        "kernels": library.describe(),
+        "device": config.device,
         "model": str(Path(config.model).resolve()),
         "load_format": config.load_format,
         "dtype": config.dtype,

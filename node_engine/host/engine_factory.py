@@ -48,8 +48,12 @@ def build_engine(
     """
     if config.engine == "paced":
         return _build_paced_engine(config)
-    with node_failed_at_device_loss():
-        return _build_model_engine(config, device, limits, weights)
+    try:
+        with node_failed_at_device_loss():
+            return _build_model_engine(config, device, limits, weights)
+    finally:
+        if weights is not None:
+            weights.cancel_opening()  # what was opened, and is not of this model
 
 
 def _build_model_engine(
@@ -62,7 +66,10 @@ def _build_model_engine(
     from node_engine.model.model_loader import load_model_engine
 
     library = load_cpu_kernels(config) if device == "cpu" else None
-    if library is None and weights is not None:
+    open_sharing = None
+    if library is not None:
+        open_sharing = partial(open_weight_sharing, config, library, weights)
+    elif weights is not None:
         weights.cancel_opening()
     return load_model_engine(
         config.model,
@@ -79,7 +86,7 @@ def _build_model_engine(
         max_num_seqs=limits.max_num_seqs,
         deterministic=config.deterministic,
         native_library=library,
-        open_sharing=partial(open_weight_sharing, config, weights),
+        open_sharing=open_sharing,
     )
 
 

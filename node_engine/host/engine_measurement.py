@@ -17,7 +17,6 @@ from kv_kernels.native.native_library import NativeLibrary, load_library
 from node_engine.core.scheduling.step_limits import StepLimits, with_measured_chunk
 from node_engine.core.scheduling.step_measurement import (
     MeasuredStep,
-    find_ridge_tokens,
     measure_steps,
 )
 from node_engine.core.step.engine import Engine
@@ -108,7 +107,9 @@ def _choose_measured_limits(
         max_num_seqs=chosen.max_num_seqs,
         max_batched_tokens=chosen.max_batched_tokens,
         max_step_seconds=chosen.max_step_seconds,
-        ridge_tokens=find_ridge_tokens(measured),
+        decode_step_seconds=round(
+            min((step.seconds for step in measured if step.batch.num_tokens == 1), default=0.0), 4
+        ),
         measured_tokens_per_second=round(
             max((step.batch.num_tokens / step.seconds for step in measured), default=0.0)
         ),

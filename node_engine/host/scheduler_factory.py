@@ -11,7 +11,7 @@ from node_engine.core.scheduling.kv_cache_manager import CopyBlocks
 from node_engine.core.scheduling.preemption import PREEMPTION_POLICIES
 from node_engine.core.scheduling.scheduler import Scheduler
 from node_engine.core.scheduling.step_limits import StepLimits
-from node_engine.core.scheduling.step_measurement import MeasuredStep, find_ridge_tokens
+from node_engine.core.scheduling.step_measurement import MeasuredStep
 from node_engine.core.speculation.model_drafter import ModelDrafter
 from node_engine.core.step.engine import Engine
 from node_engine.host.host_arena import HostArena
@@ -51,8 +51,10 @@ def make_scheduler(
     if drafter is not None:
         scheduler.speculator.use_draft_model(drafter)
     scheduler.prefill_budget.max_step_seconds = limits.max_step_seconds
-    if not scheduler.speculator.is_enabled:  # drafts use what reading the weights leaves idle
-        scheduler.prefill_budget.ridge_tokens = find_ridge_tokens(measured)
+    # Drafts use what reading the weights leaves idle, too.
+    scheduler.prefill_budget.spreads_prompts = (
+        bool(measured) and not scheduler.speculator.is_enabled
+    )
     for step in measured:
         scheduler.prefill_budget.observe_step(*step)
     return scheduler

@@ -4,8 +4,7 @@
                         `--------- decode --------'     `----------- prompts ------------'
 
 (`sequences` decode, with `context` tokens in their caches; `new` prompt tokens are computed after
-`computed` earlier ones; tokens that only use what reading the weights leaves idle do not count, see
-below.) The cost model is learned from the steps of this node: the decode part
+`computed` earlier ones.) The cost model is learned from the steps of this node: the decode part
 from steps without prompts, the prompt part from what remains of mixed steps. A step with running
 sequences earns `prefill_step_share` of its decode part as credit, and the prompts in it spend their
 part. Over any stretch of time prompts therefore take at most that share of the time of decode, and
@@ -19,14 +18,9 @@ Whatever the share, a step with running sequences is predicted to last at most `
 only one block of a prompt is always computed. The cost model knows the machine before the first
 request from steps that were timed at start (step_measurement.py).
 
-A step of few sequences waits for the weights to be read. Up to `ridge_tokens` tokens are computed
-in the same time, the ridge point of the roofline model (Williams, Waterman, Patterson, "Roofline",
-CACM 52, 2009). Prompt tokens beside n sequences are therefore free as far as they are among the
-first `ridge_tokens` - n. While that is a good part of a block, and no share bounds prompts, waiting
-prompts are spread over up to SPREAD_STEPS steps instead of computed at once. The same tokens then
-take less time in all and running sequences wait less at once, for a prompt that may wait longer.
-Prompts that keep coming would make a queue: after MAX_SPREAD_RUN steps with prompts in a row, they
-are computed at once until a step has none.
+Where no share bounds prompts, a node may spread them over steps whose arithmetic is idle
+(prompt_spreading.py). How many tokens a step has to spare follows from the same cost model: the
+ridge point is the number of prompt tokens that take as long as a decode step of one sequence.
 
 Bounding what prompts add to mixed steps is the idea of Agrawal et al., "Taming Throughput-Latency
 Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024); there the bound is a number of tokens
@@ -38,17 +32,23 @@ from typing import NamedTuple
 
 from baton.limits import LOCAL_PREFILL_BURST_STEPS
 from baton.online_fit import OnlineLinearFit
+from node_engine.core.scheduling.prompt_spreading import PromptSpreading
 from node_engine.core.step.step_batch import StepBatch
 
 DECODE_PRIOR = (0.005, 0.0002, 0.00002)  # seconds: constant, per sequence, per 1024 context tokens
 PREFILL_PRIOR = (0.05, 0.005)  # seconds: per 1024 tokens, per 1024**2 token pairs
 _STEPS_BEFORE_SAMPLING = 32  # so many steps of each kind are all observed
 SAMPLE_INTERVAL = 8  # afterwards one in so many
-SPREAD_STEPS = 16  # that compute all waiting prompts, at most, as far as bounds allow
-MAX_SPREAD_RUN = 2 * SPREAD_STEPS
-_MIN_SPARE_SHARE = 0.25  # of a block: with less to spare, prompts are not spread
+MAX_RIDGE_BLOCKS = 4  # beyond so many, chunks are computed at nearly the best rate anyway
 _ROUNDING_MARGIN = 1.01
 _KILO, _MEBI = 1 / 1024, 1 / 1024**2
+
+
+class PromptTokenLimit(NamedTuple):
+    """How many prompt tokens a step may compute."""
+
+    tokens: int | None  # in whole blocks; None: no bound
+    is_spread: bool = False  # more would be allowed
 
 
 class PrefillTokenBudget:
@@ -59,14 +59,14 @@ class PrefillTokenBudget:
         self.prefill_step_share: float | None = None
         # Bound of a step with running sequences; None: unbounded. May be changed at any time.
         self.max_step_seconds: float | None = None
-        # Tokens of a step that take no longer to compute than the weights to read; 0: not known.
-        self.ridge_tokens = 0
+        # Whether prompts are spread over steps that wait for the weights, where no share is set.
+        self.spreads_prompts = False
         self._block_size = block_size
         self._decode_fit = OnlineLinearFit(DECODE_PRIOR)
         self._prefill_fit = OnlineLinearFit(PREFILL_PRIOR)
         self._credit_seconds = 0.0  # negative (a debt) if steps took longer than predicted
         self._max_credit_seconds = 0.0  # bound of credit and debt
-        self._prompt_run = 0  # steps with prompts since the last one without
+        self._spreading = PromptSpreading(block_size)
         self._num_steps = {True: 0, False: 0}  # by whether they had prompts
 
     @property
@@ -85,31 +85,44 @@ class PrefillTokenBudget:
         """Seconds that the first tokens of a prompt add to a step, each."""
         return self._prefill_token_cost(0)[0]
 
+    @property
+    def ridge_tokens(self) -> int:
+        """Tokens that a step computes while the weights are read; 0 if prompts are not spread."""
+        token_seconds = self.prompt_token_seconds
+        if not self.spreads_prompts or self.prefill_step_share is not None or token_seconds <= 0.0:
+            return 0
+        tokens = int(self.predict_decode_seconds(1, 0) / token_seconds)
+        return min(tokens, MAX_RIDGE_BLOCKS * self._block_size)
+
     def predict_decode_seconds(self, num_sequences: int, context_tokens: int) -> float:
         """Predict a step of one token for each of `num_sequences`, without drafts and prompts."""
         return self._decode_fit.predict((1.0, float(num_sequences), context_tokens * _KILO))
 
     def compute_token_limit(
         self, num_sequences: int, context_tokens: int, computed_tokens: int, waiting_tokens: int
-    ) -> int | None:
-        """Prompt tokens that the next step may compute, in whole blocks; None: no bound.
+    ) -> PromptTokenLimit:
+        """Limit the prompt tokens of the next step.
 
         `num_sequences` decode in it with `context_tokens` in their caches; `computed_tokens` of the
         prompt are computed already, and `waiting_tokens` of all prompts are not.
         """
         if not num_sequences:
-            return None
+            return PromptTokenLimit(None)
         decode = (1.0, float(num_sequences), context_tokens * _KILO)
-        spare = self._count_spare_tokens(num_sequences)
-        limits = (
-            self._limit_by_share(decode, computed_tokens, spare),
-            self._limit_by_step_seconds(decode, computed_tokens, spare),
-            self._limit_by_spreading(waiting_tokens, spare),
+        bounds = (
+            self._limit_by_share(decode, computed_tokens),
+            self._limit_by_step_seconds(decode, computed_tokens),
         )
-        return min((limit for limit in limits if limit is not None), default=None)
+        bound = min((limit for limit in bounds if limit is not None), default=None)
+        spread = self._spreading.limit_tokens(
+            waiting_tokens, self._count_spare_tokens(num_sequences)
+        )
+        if spread is None or (bound is not None and bound <= spread):
+            return PromptTokenLimit(bound)
+        return PromptTokenLimit(spread, is_spread=True)
 
     def _limit_by_share(
-        self, decode: tuple[float, float, float], computed_tokens: int, spare: int
+        self, decode: tuple[float, float, float], computed_tokens: int
     ) -> int | None:
         if self.prefill_step_share is None:
             return None
@@ -120,40 +133,29 @@ class PrefillTokenBudget:
             _ROUNDING_MARGIN * self._block_size * (slope + curve * self._block_size / 2),
         )
         seconds = self._credit_seconds + earned
-        return 0 if seconds <= 0.0 else self._count_tokens_within(seconds, slope, curve, spare)
+        return 0 if seconds <= 0.0 else self._count_tokens_within(seconds, slope, curve)
 
     def _limit_by_step_seconds(
-        self, decode: tuple[float, float, float], computed_tokens: int, spare: int
+        self, decode: tuple[float, float, float], computed_tokens: int
     ) -> int | None:
         if self.max_step_seconds is None:
             return None
         seconds = self.max_step_seconds - self._decode_fit.predict(decode)
         if seconds <= 0.0:
             return self._block_size
-        slope, curve = self._prefill_token_cost(computed_tokens)
-        tokens = self._count_tokens_within(seconds, slope, curve, spare)
+        tokens = self._count_tokens_within(seconds, *self._prefill_token_cost(computed_tokens))
         return None if tokens is None else max(tokens, self._block_size)
 
-    def _limit_by_spreading(self, waiting_tokens: int, spare: int) -> int | None:
-        is_worth_it = spare > 0 and spare >= _MIN_SPARE_SHARE * self._block_size
-        is_queue = self._prompt_run >= MAX_SPREAD_RUN
-        if self.prefill_step_share is not None or is_queue or not is_worth_it:
-            return None
-        blocks = -(-waiting_tokens // (SPREAD_STEPS * self._block_size))
-        return max(blocks, spare // self._block_size, 1) * self._block_size
-
     def _count_spare_tokens(self, num_sequences: int) -> int:
-        """Prompt tokens that cost nothing beside so many sequences."""
+        """Prompt tokens that cost next to nothing beside so many sequences."""
         return max(0, self.ridge_tokens - num_sequences) if num_sequences else 0
 
-    def _count_tokens_within(
-        self, seconds: float, slope: float, curve: float, spare: int
-    ) -> int | None:
-        """Prompt tokens that take so long beside `spare` free ones; None if they cost nothing."""
+    def _count_tokens_within(self, seconds: float, slope: float, curve: float) -> int | None:
+        """Prompt tokens that take so long; None if they cost nothing."""
         root = slope + math.sqrt(slope * slope + 2.0 * curve * seconds)
         if root <= 0.0:
             return None
-        return _round_to_few_sizes(spare + int(2.0 * seconds / root), self._block_size)
+        return _round_to_few_sizes(int(2.0 * seconds / root), self._block_size)
 
     def compute_time_share(self, batch: StepBatch, tokens: int) -> float:
         """Share of a step's time, 0 to 1, that a prompt with `tokens` tokens in it has added."""
@@ -165,7 +167,7 @@ class PrefillTokenBudget:
     def observe_step(self, batch: StepBatch, seconds: float) -> None:
         """Update credit and cost model after a step that took `seconds`."""
         features = _StepFeatures.of(batch)
-        self._prompt_run = self._prompt_run + 1 if features.prompt_tokens else 0
+        self._spreading.observe_step(features.prompt_tokens)
         if self.prefill_step_share is not None and features.num_sequences:
             self._add_credit(features, seconds, self.prefill_step_share)
         if batch.num_draft_tokens:
@@ -193,16 +195,15 @@ class PrefillTokenBudget:
         self._credit_seconds = max(-self._max_credit_seconds, min(credit, self._max_credit_seconds))
 
     def _observe_prompts(self, features: "_StepFeatures", seconds: float) -> None:
-        """Learn from what prompts have added to a step, unless most of them was free."""
-        spare = self._count_spare_tokens(features.num_sequences)
-        if features.prompt_tokens >= 2 * spare:
+        """Learn from what prompts have added to a step, unless most of it was free."""
+        if features.prompt_tokens >= 2 * self.ridge_tokens:
+            spare = self._count_spare_tokens(features.num_sequences)
             self._prefill_fit.add_observation(features.list_prompt_inputs(spare), seconds)
 
     def _prefill_fraction(self, features: "_StepFeatures") -> float:
         if not features.num_sequences:
             return 1.0
-        spare = self._count_spare_tokens(features.num_sequences)
-        prefill_seconds = self._prefill_fit.predict(features.list_prompt_inputs(spare))
+        prefill_seconds = self._prefill_fit.predict(features.list_prompt_inputs(0))
         total = prefill_seconds + self._decode_fit.predict(features.decode)
         return prefill_seconds / total if total > 0.0 else 0.0
 

@@ -7,8 +7,9 @@ the last chunk of a prompt). Unticketed prefills come last; then higher classes 
 virtual deadlines. A prompt's virtual deadline is the moment when this node has computed
 PREFILL_STRETCH times as many prompt tokens since its arrival as it has itself: short prompts
 overtake long ones, and none starves. The oldest prefill in progress gets a block in every step, so
-that a hand-off always makes progress. All blocks of a context are allocated at admission, so that a
-partly computed prompt never waits for memory; a running sequence grows block by block.
+that a hand-off always makes progress; for a few steps it does not, while prompts are spread in
+chunks of one block (prompt_spreading.py). All blocks of a context are allocated at admission, so
+that a partly computed prompt never waits for memory; a running sequence grows block by block.
 
     while True:
         step = scheduler.schedule_step()
@@ -227,7 +228,7 @@ class Scheduler:
             raise BlockLedgerError("the step in flight has not been updated")
         growing = self._decoder.grow_running_sequences()
         chosen = [(sequence, 1) for sequence in growing]
-        budget = self._prefill_tokens_allowed(growing)
+        budget, reserved = self._limit_prompt_tokens(growing)
         self._admit_waiting_sequences(budget)
         prefilling = sorted(
             self.sequences.get_by_state(PREFILLING).values(),
@@ -244,9 +245,7 @@ class Scheduler:
         )
         for sequence in prefilling:
             oldest = None if sequence is oldest else oldest
-            length = self._chunk_length(
-                sequence, budget - (self.block_pool.block_size if oldest else 0)
-            )
+            length = self._chunk_length(sequence, budget - (reserved if oldest else 0))
             if length:
                 chosen.append((sequence, length))
                 budget -= length
@@ -297,13 +296,14 @@ class Scheduler:
         sequence.virtual_deadline = self._num_prefilled_tokens + PREFILL_STRETCH * len(tokens)
         return sequence
 
-    def _prefill_tokens_allowed(self, growing: list[Sequence]) -> int:
-        """Prompt tokens that the step may compute beside the decoding sequences."""
+    def _limit_prompt_tokens(self, growing: list[Sequence]) -> tuple[int, int]:
+        """Prompt tokens of the step, and how many of them the oldest prefill in progress gets."""
         left = self.limits.max_batched_tokens - len(growing)
+        block_size = self.block_pool.block_size
         waiting = self.sequences.get_by_state(WAITING)
         prefilling = self.sequences.get_by_state(PREFILLING)
         if not self.prefill_budget.is_bounded or not (waiting or prefilling):
-            return left
+            return left, block_size
         context_tokens = sum(len(sequence.token_ids) for sequence in growing)
         computed_tokens = max(
             (sequence.num_computed_tokens for sequence in prefilling.values()), default=0
@@ -313,10 +313,12 @@ class Scheduler:
             for sequences in (waiting, prefilling)
             for sequence in sequences.values()
         )
-        allowed = self.prefill_budget.compute_token_limit(
+        limit = self.prefill_budget.compute_token_limit(
             len(growing), context_tokens, computed_tokens, waiting_tokens
         )
-        return left if allowed is None else min(left, allowed)
+        tokens = left if limit.tokens is None else min(left, limit.tokens)
+        # A single block is of the first prompt in order, which might have been computed at once.
+        return tokens, 0 if limit.is_spread and tokens < 2 * block_size else block_size
 
     def _admit_waiting_sequences(self, budget: int) -> None:
         """Admit WAITING sequences in order, while the step has tokens left for the next one."""

@@ -66,15 +66,6 @@ def choose_chunk_tokens(measured: Sequence[MeasuredStep]) -> int | None:
     return min(lengths, default=None)
 
 
-def find_ridge_tokens(measured: Sequence[MeasuredStep]) -> int:
-    """Tokens computed at the best measured rate in the time of a decode step; 0 if not measured.
-
-    A decode step of one sequence takes as long as the weights take to be read.
-    """
-    decode = [step.seconds for step in measured if step.batch.num_tokens == 1]
-    return int(min(decode, default=0.0) * _find_best_rate(measured))
-
-
 def _find_best_rate(measured: Sequence[MeasuredStep]) -> float:
     """Prompt tokens of a second; 0.0 without chunks."""
     rates = [

@@ -88,6 +88,9 @@ class SharedImage:
         if try_lock_byte(fd, _FILLER_BYTE):
             self._filler_fd = fd
             return
+        if not patience_seconds:
+            os.close(fd)
+            raise SharedImageUnavailable("another process is packing them")
         log.get_logger("engine").info("waiting for another process that packs the weights")
         self._filler_fd = ByteLockWait(fd, _FILLER_BYTE).finish(patience_seconds)
         if self._filler_fd is None:

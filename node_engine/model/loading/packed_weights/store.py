@@ -39,6 +39,7 @@ from node_engine.model.loading.packed_weights.shared_image import (
 )
 
 FillRegion = Callable[[str, memoryview], None]  # region name, zeroed memory of its exact size
+_FillImage = Callable[[ImageLayout, ImageMemory], "_FilledImage"]
 ImageSource = Literal["segment", "cache file", "checkpoint"]
 
 _PATIENCE_SECONDS = 300.0  # that a node waits for another one that packs
@@ -68,7 +69,7 @@ class PackedWeights:
     source: ImageSource  # where they were found
     is_shared: bool  # whether other nodes of this host can use the same memory
     huge_page_share: float  # of the image's memory, as this process maps it: 0 to 1
-    seconds: float  # that it took until they were ready
+    seconds: float  # that `open_or_build` took
     cache_writer: threading.Thread | None = None  # writes the cache file meanwhile
 
 
@@ -90,15 +91,16 @@ class PackedWeightStore:
     def begin_opening(self, image_id: str) -> None:
         """Open an image on a thread, if it is in a segment or a cache file.
 
-        The next `open_or_build` waits for it, and uses it if it is the right one.
+        Not if another process fills it just now. The next `open_or_build` waits for the image, and
+        uses it if it is the right one; call that or `cancel_opening`.
         """
-        self._early = _EarlyOpening(partial(self._open_packed, image_id))
+        self._early = _EarlyOpening(image_id, self._open_packed)
 
     def cancel_opening(self) -> None:
-        """Release what `begin_opening` opens, after it is open. Does nothing without it."""
+        """Stop what `begin_opening` began, and release it. Idempotent, and at once."""
         early, self._early = self._early, None
         if early is not None:
-            early.finish()
+            early.cancel()
 
     def open_or_build(
         self, key: PackedWeightsKey, specs: Sequence[RegionSpec], fill: FillRegion
@@ -110,7 +112,7 @@ class PackedWeightStore:
         """
         started = time.monotonic()
         layout = plan_image(key, specs)
-        opened = self._take_early(layout) or self._open_or_build(layout, fill)
+        opened = self._take_early(layout) or self._open_or_build(layout, partial(self._fill, fill))
         weights = _make_weights(layout, opened, time.monotonic() - started)
         log.get_logger("engine").info(
             "packed weights ready",
@@ -124,33 +126,47 @@ class PackedWeightStore:
 
     def _take_early(self, layout: ImageLayout) -> "_OpenedImage | None":
         """What `begin_opening` has opened, if it has this layout. Another image is released."""
+        if self._early is None or self._early.image_id != layout.image_id:
+            self.cancel_opening()
+            return None
         early, self._early = self._early, None
-        opened = early.finish() if early is not None else None
+        opened = early.finish()
         return opened if opened is not None and opened.layout == layout else None
 
-    def _open_packed(self, image_id: str) -> "_OpenedImage | None":
+    def _open_packed(
+        self, image_id: str, check_cancelled: Callable[[], None]
+    ) -> "_OpenedImage | None":
         layout = self._cache.find_layout(image_id) if self._cache is not None else None
         if layout is None:
             return None
+
+        def read_image(layout: ImageLayout, memory: ImageMemory) -> _FilledImage:
+            filled = self._read_from_cache(layout, memory, check_cancelled)
+            if filled is None:
+                raise _NotPackedError
+            return filled
+
         try:
-            return self._open_shared(layout, _refuse_to_fill)
+            return self._open_shared(layout, read_image, patience_seconds=0.0)
         except (SharedImageUnavailable, _NotPackedError):
             return None  # `open_or_build` tries again, and says why if it cannot
 
-    def _open_or_build(self, layout: ImageLayout, fill: FillRegion) -> "_OpenedImage":
+    def _open_or_build(self, layout: ImageLayout, fill_image: _FillImage) -> "_OpenedImage":
         try:
-            return self._open_shared(layout, fill)
+            return self._open_shared(layout, fill_image, self._patience_seconds)
         except SharedImageUnavailable as reason:
             log.get_logger("engine").warning(
                 "packed weights are not shared with other nodes of this host", reason=str(reason)
             )
-            return self._build_private(layout, fill)
+            return self._build_private(layout, fill_image)
 
-    def _open_shared(self, layout: ImageLayout, fill: FillRegion) -> "_OpenedImage":
+    def _open_shared(
+        self, layout: ImageLayout, fill_image: _FillImage, patience_seconds: float
+    ) -> "_OpenedImage":
         for _ in range(_MAX_ATTEMPTS):
             image = SharedImage(self._segment_folder, layout)
             try:
-                image.lock_for_filling(self._patience_seconds)
+                image.lock_for_filling(patience_seconds)
                 if not image.is_linked():
                     continue
                 if image.is_complete():
@@ -158,7 +174,7 @@ class PackedWeightStore:
                     image.unlock_for_others()
                     return _OpenedImage(layout, memory, "segment", is_shared=True)
                 if image.is_empty():
-                    return self._fill_shared(image, layout, fill)
+                    return self._fill_shared(image, layout, fill_image)
                 image.remove()  # a process died while it filled this file
             finally:
                 if not image.is_mapped:
@@ -166,10 +182,10 @@ class PackedWeightStore:
         raise SharedImageUnavailable("its segment is removed again and again")
 
     def _fill_shared(
-        self, image: SharedImage, layout: ImageLayout, fill: FillRegion
+        self, image: SharedImage, layout: ImageLayout, fill_image: _FillImage
     ) -> "_OpenedImage":
         try:
-            filled = self._fill(image.allocate(), layout, fill)
+            filled = fill_image(layout, image.allocate())
             image.mark_complete(filled.header)
         except BaseException:
             image.remove()
@@ -180,17 +196,17 @@ class PackedWeightStore:
             layout, memory, filled.source, is_shared=True, cache_writer=self._save(filled, memory)
         )
 
-    def _build_private(self, layout: ImageLayout, fill: FillRegion) -> "_OpenedImage":
+    def _build_private(self, layout: ImageLayout, fill_image: _FillImage) -> "_OpenedImage":
         memory = allocate_private_image(layout)
-        filled = self._fill(memory, layout, fill)
+        filled = fill_image(layout, memory)
         return _OpenedImage(
             layout, memory, filled.source, is_shared=False, cache_writer=self._save(filled, memory)
         )
 
-    def _fill(self, memory: ImageMemory, layout: ImageLayout, fill: FillRegion) -> "_FilledImage":
-        checksums = self._load_from_cache(layout, memory)
-        if checksums is not None:
-            return _FilledImage(layout, layout.encode_header(checksums), "cache file")
+    def _fill(self, fill: FillRegion, layout: ImageLayout, memory: ImageMemory) -> "_FilledImage":
+        filled = self._read_from_cache(layout, memory)
+        if filled is not None:
+            return filled
         with show_progress("packing weights", layout.image_bytes) as advance:
             for region in layout.regions:
                 fill(region.name, memory.region_view(region))
@@ -198,21 +214,34 @@ class PackedWeightStore:
         header = layout.encode_header(compute_checksums(memory, layout.regions))
         return _FilledImage(layout, header, "checkpoint")
 
-    def _load_from_cache(self, layout: ImageLayout, memory: ImageMemory) -> dict[str, str] | None:
+    def _read_from_cache(
+        self,
+        layout: ImageLayout,
+        memory: ImageMemory,
+        check_cancelled: Callable[[], None] = lambda: None,
+    ) -> "_FilledImage | None":
         if self._cache is None:
             return None
         try:
             with show_progress("reading packed weights", layout.image_bytes) as advance:
-                return self._cache.load_image(layout, memory, advance)
+
+                def on_read(num_bytes: int) -> None:
+                    check_cancelled()
+                    advance(num_bytes)
+
+                checksums = self._cache.load_image(layout, memory, on_read)
         except ImageFileDamaged as reason:
             log.get_logger("engine").warning(
-                "the cache file of the packed weights cannot be used, so they are packed again",
+                "a cache file of packed weights cannot be used and is removed",
                 file=str(self._cache.image_path(layout)),
                 reason=str(reason),
             )
             self._cache.remove_image(layout)
             memory.clear()
             return None
+        if checksums is None:
+            return None
+        return _FilledImage(layout, layout.encode_header(checksums), "cache file")
 
     def _save(self, filled: "_FilledImage", memory: ImageMemory) -> threading.Thread | None:
         """Write the cache file on a thread, if the weights did not come from there."""
@@ -248,16 +277,23 @@ class _NotPackedError(Exception):
     """An image is neither in a segment nor in a cache file."""
 
 
-def _refuse_to_fill(name: str, memory: memoryview) -> None:
-    raise _NotPackedError
+class _OpeningCancelledError(Exception):
+    """Nobody needs the image."""
+
+
+_OpenImage = Callable[[str, Callable[[], None]], _OpenedImage | None]
 
 
 class _EarlyOpening:
-    """The result of a call on a thread of its own."""
+    """An image that a thread of its own opens."""
 
-    def __init__(self, open_image: Callable[[], _OpenedImage | None]) -> None:
+    def __init__(self, image_id: str, open_image: _OpenImage) -> None:
+        """`open_image` gets the id, and what raises when nobody needs the image any more."""
+        self.image_id = image_id
+        self._open_image = open_image
+        self._is_cancelled = False
         self._opened: _OpenedImage | None = None
-        self._thread = threading.Thread(target=self._run, args=(open_image,), name="packed-weights")
+        self._thread = threading.Thread(target=self._run, name="packed-weights")
         self._thread.start()
 
     def finish(self) -> _OpenedImage | None:
@@ -266,9 +302,20 @@ class _EarlyOpening:
         opened, self._opened = self._opened, None
         return opened
 
-    def _run(self, open_image: Callable[[], _OpenedImage | None]) -> None:
+    def cancel(self) -> None:
+        """Stop after the piece that is being read, and release the image."""
+        self._is_cancelled = True
+        self.finish()
+
+    def _check_cancelled(self) -> None:
+        if self._is_cancelled:
+            raise _OpeningCancelledError
+
+    def _run(self) -> None:
         try:
-            self._opened = open_image()
+            self._opened = self._open_image(self.image_id, self._check_cancelled)
+        except _OpeningCancelledError:
+            pass
         except Exception as error:  # whatever it is: open_or_build tries again, and raises it
             log.get_logger("engine").warning(
                 "packed weights are not read before they are needed", **log.get_error_fields(error)

@@ -68,7 +68,7 @@ class TimedNode:
                 self.num_running * self.context_tokens,
                 computed_tokens,
                 tokens - computed_tokens,
-            )
+            ).tokens
             length = min(
                 512, tokens - computed_tokens, 512 if granted is None else granted // BLOCK * BLOCK
             )
@@ -116,7 +116,7 @@ def test_no_limit_without_a_share() -> None:
 def test_no_limit_without_running_sequences() -> None:
     token_budget = PrefillTokenBudget(BLOCK)
     token_budget.prefill_step_share = 0.1
-    assert token_budget.compute_token_limit(0, 0, 0, 500) is None
+    assert token_budget.compute_token_limit(0, 0, 0, 500).tokens is None
 
 
 def test_small_share_saves_credit_for_a_whole_block() -> None:
@@ -187,7 +187,7 @@ def test_no_prompt_is_starved_whatever_steps_took(
         )
     plain, earned, block = make_batch(4, 100, []), 0.0, 0.0
     for _ in range(64):
-        granted = token_budget.compute_token_limit(4, 400, computed_tokens, 500)
+        granted = token_budget.compute_token_limit(4, 400, computed_tokens, 500).tokens
         if granted is None or granted >= BLOCK:
             return
         assert granted >= 0
@@ -214,7 +214,9 @@ def test_token_limits_come_in_few_sizes(
 ) -> None:
     token_budget = PrefillTokenBudget(BLOCK)
     token_budget.prefill_step_share = share
-    granted = token_budget.compute_token_limit(num_running, num_running * 100, computed_tokens, 500)
+    granted = token_budget.compute_token_limit(
+        num_running, num_running * 100, computed_tokens, 500
+    ).tokens
     assert granted is not None
     blocks, rest = divmod(granted, BLOCK)
     assert rest == 0

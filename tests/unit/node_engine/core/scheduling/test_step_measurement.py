@@ -8,7 +8,6 @@ from node_engine.core.scheduling.prefill_token_budget import PrefillTokenBudget
 from node_engine.core.scheduling.step_measurement import (
     MAX_MEASURING_SECONDS,
     MeasuredStep,
-    find_ridge_tokens,
     measure_steps,
 )
 from node_engine.core.step.step_batch import SequenceId, SequenceSlice, StepBatch
@@ -74,7 +73,7 @@ def test_the_first_chunk_beside_running_sequences_keeps_the_bound(
     budget.max_step_seconds = bound
     for step in measure(time_step):
         budget.observe_step(*step)
-    tokens = budget.compute_token_limit(num_running, num_running * 100, 0, 512)
+    tokens = budget.compute_token_limit(num_running, num_running * 100, 0, 512).tokens
     assert tokens is not None
     slices = [
         *(SequenceSlice(SequenceId(n), (1,), 99, (), None) for n in range(1, num_running + 1)),
@@ -84,10 +83,3 @@ def test_the_first_chunk_beside_running_sequences_keeps_the_bound(
     assert tokens >= max(BLOCK, 0.3 * bound * tokens_per_second // BLOCK * BLOCK), (
         "most of the bound is used"
     )
-
-
-def test_ridge_tokens_are_those_that_are_computed_while_the_weights_are_read() -> None:
-    assert find_ridge_tokens(measure(lambda batch: max(0.03, batch.num_tokens / 500.0))) == 15
-    assert find_ridge_tokens([]) == 0
-    only_decode = [step for step in measure(machine(0.03, 500.0)) if step.batch.num_tokens == 1]
-    assert find_ridge_tokens(only_decode) == 0

@@ -1,19 +1,22 @@
 """Weights that are read before it is known which ones are needed."""
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from node_engine.model.loading.packed_weights.cache_folder import WeightCacheFolder
 from node_engine.model.loading.packed_weights.image_layout import (
     ImageLayout,
     RegionRecord,
     plan_image,
     read_layout,
 )
+from node_engine.model.loading.packed_weights.image_memory import ImageMemory
 from node_engine.model.loading.packed_weights.last_image import LastImage
 from node_engine.model.loading.packed_weights.store import PackedWeightStore
 from tests.unit.node_engine.model.loading.packed_weights.weight_images import (
@@ -33,12 +36,39 @@ OTHER_KEY = make_key_of_model(1)
 OTHER_LAYOUT = plan_image(OTHER_KEY, SPECS)
 
 
+class RecordingCache(WeightCacheFolder):
+    """Notes which images are read, and may wait before it tells that a piece was read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, 1 << 30)
+        self.read_images: list[str] = []
+        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
+        self.may_go_on.set()
+
+    def load_image(
+        self, layout: ImageLayout, memory: ImageMemory, on_read: Callable[[int], None]
+    ) -> dict[str, str] | None:
+        self.read_images.append(layout.image_id)
+
+        def wait_and_tell(num_bytes: int) -> None:
+            self.has_begun.set()
+            assert self.may_go_on.wait(60)
+            on_read(num_bytes)
+
+        return super().load_image(layout, memory, wait_and_tell)
+
+
+def pack_and_record(folder: Path) -> RecordingCache:
+    pack_into_cache(folder, open_cache(folder / "cache"))
+    return RecordingCache(folder / "cache")
+
+
 def test_an_image_that_was_opened_early_is_used(tmp_path: Path) -> None:
-    cache = open_cache(tmp_path / "cache")
-    pack_into_cache(tmp_path, cache)
+    cache = pack_and_record(tmp_path)
     store = PackedWeightStore(tmp_path, cache)
     store.begin_opening(LAYOUT.image_id)
     weights = store.open_or_build(KEY, SPECS, refuse_to_fill)
+    assert cache.read_images == [LAYOUT.image_id], "once, on the thread"
     assert (weights.source, weights.is_shared) == ("cache file", True)
     assert weights.image_id == LAYOUT.image_id
     assert has_right_bytes(weights)
@@ -61,6 +91,47 @@ def test_another_image_than_the_expected_one_is_opened_and_the_first_one_release
     assert not segment_path(tmp_path).exists()
     assert segment_path(tmp_path, OTHER_LAYOUT).exists()
     assert store.open_or_build(KEY, SPECS, refuse_to_fill).source == "cache file"
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_an_image_that_nobody_needs_is_not_read_to_its_end(
+    tmp_path: Path, is_cancelled: bool
+) -> None:
+    cache = pack_and_record(tmp_path)
+    path = cache.image_path(LAYOUT)
+    os.utime(path, (1.0, 1.0))
+    cache.may_go_on.clear()
+    store = PackedWeightStore(tmp_path, cache)
+    with capture_logs() as lines:
+        store.begin_opening(LAYOUT.image_id)
+        assert cache.has_begun.wait(60)
+        threading.Timer(0.05, cache.may_go_on.set).start()
+        if is_cancelled:
+            store.cancel_opening()
+        else:
+            weights = store.open_or_build(OTHER_KEY, SPECS, fill_region)
+            assert weights.image_id == OTHER_LAYOUT.image_id
+    assert not segment_path(tmp_path).exists()
+    assert path.stat().st_mtime == 1.0, "it was not used"
+    assert [line for line in lines if line["log_level"] == "warning"] == []
+
+
+def test_weights_that_another_process_fills_are_waited_for_where_they_are_needed(
+    tmp_path: Path,
+) -> None:
+    cache = pack_and_record(tmp_path)
+    cache.may_go_on.clear()
+    first, second = (PackedWeightStore(tmp_path, cache) for _ in range(2))
+    first.begin_opening(LAYOUT.image_id)
+    assert cache.has_begun.wait(60)
+    second.begin_opening(LAYOUT.image_id)
+    assert second._early is not None
+    second._early._thread.join()
+    cache.may_go_on.set()
+    weights = second.open_or_build(KEY, SPECS, refuse_to_fill)
+    assert (weights.source, cache.read_images) == ("segment", [LAYOUT.image_id])
+    first.cancel_opening()
+    assert has_right_bytes(weights)
 
 
 def test_weights_that_nobody_asks_for_are_released(tmp_path: Path) -> None:
@@ -101,9 +172,7 @@ def test_a_damaged_file_is_found_early_and_made_again(tmp_path: Path) -> None:
     assert weights.source == "checkpoint"
     assert has_right_bytes(weights)
     warnings = [line["event"] for line in lines if line["log_level"] == "warning"]
-    assert warnings == [
-        "the cache file of the packed weights cannot be used, so they are packed again"
-    ]
+    assert warnings == ["a cache file of packed weights cannot be used and is removed"]
 
 
 def test_an_error_of_the_early_opening_is_raised_where_the_weights_are_needed(
