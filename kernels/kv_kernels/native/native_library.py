@@ -29,6 +29,7 @@ class CpuFeature(IntFlag):
     AVX512 = 2
     AVX512_VNNI = 4
     AVX512_BF16 = 8
+    AMX = 16
 
 
 _ALL_FEATURES = ~CpuFeature(0)
@@ -136,10 +137,10 @@ def parse_features(names: str) -> CpuFeature:
 
 
 def describe_features(features: CpuFeature) -> str:
-    """Like "AVX512, VNNI, BF16" or "AVX2"."""
+    """Like "AVX512, VNNI, BF16, AMX" or "AVX2"."""
     if CpuFeature.AVX512 not in features:
         return "AVX2"
-    extensions = [CpuFeature.AVX512_VNNI, CpuFeature.AVX512_BF16]
+    extensions = [CpuFeature.AVX512_VNNI, CpuFeature.AVX512_BF16, CpuFeature.AMX]
     names = [str(one.name).removeprefix("AVX512_") for one in extensions if one in features]
     return ", ".join(["AVX512", *names])
 

@@ -42,11 +42,12 @@ _AVX512_FLAGS = (
     "-mavx512vnni",
     *_AVX2_FLAGS,
 )
+_AMX_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8", *_AVX512_FLAGS)
 # No C++ runtime library: src/allocation.cpp has what the sources may use of it. What else they need
 # of it is an error here rather than on a machine of another distribution.
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,--no-undefined")
 EXPORTS = "exports.map"
-_ALL_FLAGS = (COMPILE_FLAGS, _AVX512_FLAGS, LINK_FLAGS)
+_ALL_FLAGS = (COMPILE_FLAGS, _AMX_FLAGS, LINK_FLAGS)
 
 
 def list_sources(folder: Path = SOURCE_FOLDER) -> list[Path]:
@@ -60,6 +61,8 @@ def list_included_files(folder: Path = SOURCE_FOLDER) -> list[Path]:
 
 def instruction_flags(source: Path) -> tuple[str, ...]:
     """The instructions beyond x86-64's baseline that a source may use, by the end of its name."""
+    if source.stem.endswith("_amx"):
+        return _AMX_FLAGS
     if source.stem.endswith("_avx512"):
         return _AVX512_FLAGS
     return _AVX2_FLAGS if source.stem.endswith("_avx2") else ()

@@ -201,20 +201,24 @@ static inline void weigh_row(AttentionScratch<Dot>& scratch, int64_t row, int64_
 template <class Dot>
 static void attend_group(const KvnContext& context, int layer, const QueryTile& tile,
                          int64_t heads_per_kv, int64_t group, const char* const* keys,
-                         const char* const* values, AttentionScratch<Dot>& scratch) {
+                         const char* const* values, AttentionScratch<Dot>& scratch,
+                         typename MatrixPlan<Dot>::Type::Registers& registers) {
+  using Plan = typename MatrixPlan<Dot>::Type;
   const int64_t dim = context.model.head_dim, rows = tile.count * heads_per_kv;
   const int64_t last = tile.position + tile.count;  // the end of what any query sees
   const int64_t end = group + kvn::kKeyGroup < last ? group + kvn::kKeyGroup : last;
-  const int64_t num_keys = kvn::round_up(end - group, 16);
+  // How many keys there are depends on the step. Those that no query sees have the weight 0, so that
+  // they change nothing, as long as the sums of the others are in the same order.
+  const int64_t num_keys = kvn::round_up(end - group, Plan::kKeyMultiple);
   const int64_t window = context.model.layers[layer].window;
   const int64_t stride = AttentionScratch<Dot>::query_stride(dim);
   const int64_t sum_stride = AttentionScratch<Dot>::sum_stride(dim);
   const char* decoded[kvn::kKeyGroup];
   pack_keys<Dot>(decode_rows<Dot>(context, keys, num_keys, scratch, decoded), dim, num_keys / 16,
                  scratch);
-  const RowPlan<Dot> plan = RowPlan<Dot>::unpacked(rows);
+  const Plan plan = Plan::unpacked(rows);
   multiply<Dot>(plan, scratch.query, stride, rows, scratch.keys, stride * 16, num_keys / 16,
-                stride / Dot::kStep,
+                stride / Dot::kStep, registers,
                 [&](const Tile<Dot>& found_scores) {
                   for (int64_t r = 0; r < found_scores.num_rows; ++r)
                     for (int c = 0; c < found_scores.num_panels; ++c)
@@ -231,7 +235,7 @@ static void attend_group(const KvnContext& context, int layer, const QueryTile& 
   pack_values(decode_rows<Dot>(context, values, num_keys, scratch, decoded), dim, num_keys,
               scratch);
   multiply<Dot>(plan, scratch.weights, kvn::kKeyGroup, rows, scratch.values, kvn::kKeyGroup * 16,
-                sum_stride / 16, num_keys / Dot::kStep,
+                sum_stride / 16, num_keys / Dot::kStep, registers,
                 [&](const Tile<Dot>& weighted) {
                   for (int64_t r = 0; r < weighted.num_rows; ++r) {
                     const int64_t row = weighted.first_row + r;
@@ -273,6 +277,7 @@ static void attend_tile(const KvnContext& context, int layer, int64_t head, cons
   const int64_t window = model.layers[layer].window;
   const int64_t oldest = window > 0 && tile.position + 1 > window ? tile.position + 1 - window : 0;
   const int64_t last = tile.position + tile.count;
+  typename MatrixPlan<Dot>::Type::Registers registers;
   const char* keys[2][kvn::kKeyGroup];
   const char* values[kvn::kKeyGroup];
   const auto fetch = [&](int is_value, int64_t begin, const char** found) {
@@ -286,7 +291,8 @@ static void attend_tile(const KvnContext& context, int layer, int64_t head, cons
   for (int turn = 0; group < last; group += kvn::kKeyGroup, turn ^= 1) {
     fetch(1, group, values);
     fetch(0, group + kvn::kKeyGroup, keys[turn ^ 1]);
-    attend_group<Dot>(context, layer, tile, heads_per_kv, group, keys[turn], values, scratch);
+    attend_group<Dot>(context, layer, tile, heads_per_kv, group, keys[turn], values, scratch,
+                      registers);
   }
   typename Dot::X* attended = context.work.activation.as<typename Dot::X>();
   for (int64_t row = 0; row < rows; ++row) {

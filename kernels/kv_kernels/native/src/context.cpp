@@ -27,6 +27,7 @@ bool is_int8(const KvnModel& model) {
 }
 
 const Kernels* choose_kernels(uint32_t features) {
+  if ((features & KVN_AMX_ALL) == KVN_AMX_ALL) return &amx_kernels;
   if ((features & KVN_AVX512_ALL) == KVN_AVX512_ALL) return &avx512_kernels;
   if (features & KVN_AVX2) return &avx2_kernels;
   return nullptr;
@@ -52,6 +53,7 @@ bool reserve_buffers(KvnContext& context, int64_t rows) {
          work.activation.reserve(rows * context.activation_stride * size) &&
          work.inner.reserve(rows * context.inner_stride * size) &&
          work.angles.reserve(rows * model.head_dim * 4) &&
+         work.tiled.reserve(context.kernels->count_tiled_bytes(rows, widest * size)) &&
          (!context.has_int8 || (work.quantized.reserve(rows * round_up(widest, 64)) &&
                                 work.row_scales.reserve(rows * 4)));
 }
@@ -214,7 +216,8 @@ int32_t kvn_multiply(KvnContext* context, const KvnLinear* linear, const void* x
   kvn::Workspace& work = context->work;
   const int64_t stride = kvn::round_up(linear->in, 64);
   if (!work.inner.reserve(rows * stride * 4) || !work.quantized.reserve(rows * stride) ||
-      !work.row_scales.reserve(rows * 4) || !kvn::reserve_scratch(*context, linear->in))
+      !work.row_scales.reserve(rows * 4) || !kvn::reserve_scratch(*context, linear->in) ||
+      !work.tiled.reserve(context->kernels->count_tiled_bytes(rows, stride * 4)))
     return KVN_OUT_OF_MEMORY;
   context->kernels->multiply(*context, *linear, x, rows, out);
   return KVN_OK;

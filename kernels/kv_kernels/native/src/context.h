@@ -58,6 +58,7 @@ struct Workspace {
   Buffer inner;       // SiLU(gate) * up: [rows][inner_stride] in the model's format
   Buffer angles;      // float [rows][2][head_dim / 2]: cosines, sines
   Buffer quantized;   // uint8 [rows][stride]
+  Buffer tiled;       // rows of a product in the order of its tiles, by kernels that have tiles
   Buffer row_scales;  // float [rows]
   Buffer scratch;     // of one member's task: [threads][scratch_bytes]
   Buffer candidates;  // of drawing: float [threads][2][vocab], rounded up
@@ -99,10 +100,13 @@ struct Kernels {
   void (*multiply)(KvnContext& context, const KvnLinear& linear, const void* x, int64_t rows,
                    float* out);
   int64_t (*count_scratch_bytes)(const KvnModel& model, int64_t rows, int64_t steps);
+  // Of Workspace::tiled, for rows of so many bytes.
+  int64_t (*count_tiled_bytes)(int64_t rows, int64_t row_bytes);
   void (*pick_tokens)(KvnContext& context, float* logits, int64_t rows, const KvnDraw* draws,
                       int64_t* tokens);
 };
 
+extern const Kernels amx_kernels;
 extern const Kernels avx512_kernels;
 extern const Kernels avx2_kernels;
 

@@ -1,5 +1,7 @@
 // Detects what instructions this CPU has and the operating system allows (CPUID and XGETBV).
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
 
@@ -13,7 +15,9 @@ constexpr uint32_t kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, D
 constexpr uint32_t kVnni = 1u << 11;
 constexpr uint32_t kBf16 = 1u << 5;
 // Registers that the operating system saves: XMM and YMM; then masks, upper ZMM, ZMM 16 to 31.
-constexpr uint32_t kYmmState = 0x6, kZmmState = 0xe6;
+constexpr uint32_t kYmmState = 0x6, kZmmState = 0xe6, kTileState = 0x60000;
+constexpr uint32_t kAmx = 1u << 22 | 1u << 24 | 1u << 25;  // BF16, TILE, INT8
+constexpr int kRequestState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
 
 uint32_t saved_registers() {
   uint32_t low, high;
@@ -22,6 +26,9 @@ uint32_t saved_registers() {
 }
 
 bool has_all(uint32_t value, uint32_t bits) { return (value & bits) == bits; }
+
+// Linux gives the tile registers to a process that asks for them, since 5.16.
+bool is_given_tiles() { return syscall(SYS_arch_prctl, kRequestState, kTileData) == 0; }
 
 uint32_t detect() {
   uint32_t a, b, c, d;
@@ -33,6 +40,7 @@ uint32_t detect() {
   if (!has_all(saved, kZmmState) || !has_all(b, kAvx512)) return features;
   features |= KVN_AVX512;
   if (c & kVnni) features |= KVN_AVX512_VNNI;
+  if (has_all(saved, kTileState) && has_all(d, kAmx) && is_given_tiles()) features |= KVN_AMX;
   if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kBf16)) features |= KVN_AVX512_BF16;
   return features;
 }

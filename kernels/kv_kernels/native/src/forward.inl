@@ -5,7 +5,6 @@ using kvn::QueryTiles;
 using kvn::ThreadTeam;
 
 constexpr int64_t kRowsPerTask = 8;            // of elementwise stages
-constexpr int64_t kRowBlockBytes = 384 << 10;  // of the rows of a product that stay in L2
 constexpr int64_t kPanelsPerTask = 4;
 constexpr float kMinPeak = 1e-12f;  // a row that is smaller is quantized as if it were this large
 
@@ -108,22 +107,19 @@ static inline void write_int8_row(const float* from, int64_t dim, char* to) {
   __builtin_memcpy(values + dim, &scale, sizeof scale);
 }
 
-// Whether the rows of a product are packed first: then one pass over the weights is enough.
-static inline bool is_packed(int64_t rows) {
-  return rows >= kMinPackedRows && rows <= kMaxPackedRows;
-}
-
 // How a product is cut into tasks: blocks of rows that stay in a cache, times groups of panels.
+template <class Plan>
 struct ProductTasks {
   int64_t rows, rows_each, panels, panels_each, row_blocks, panel_groups;
 
   ProductTasks(int64_t num_rows, int64_t num_panels, int64_t row_bytes, int members)
       : rows(num_rows), rows_each(num_rows), panels(num_panels), panels_each(kPanelsPerTask) {
-    if (rows > kMaxSinglePassRows && !is_packed(rows)) {
-      int64_t most = kRowBlockBytes / row_bytes / kBlockedRows * kBlockedRows;
-      if (most < kBlockedRows) most = kBlockedRows;
+    if (!Plan::is_single_pass(rows)) {
+      constexpr int64_t kLeast = Plan::kRowsPerBlock;
+      int64_t most = Plan::kRowBlockBytes / row_bytes / kLeast * kLeast;
+      if (most < kLeast) most = kLeast;
       const int64_t blocks = kvn::divide_up(rows, most);
-      rows_each = kvn::round_up(kvn::divide_up(rows, blocks), kBlockedRows);
+      rows_each = kvn::round_up(kvn::divide_up(rows, blocks), kLeast);
     }
     row_blocks = kvn::divide_up(rows, rows_each);
     while (panels_each > 2 && row_blocks * kvn::divide_up(panels, panels_each) < 6 * members)
@@ -161,6 +157,26 @@ inline F16 finish_sums<DotInt8>(const KvnLinear& linear, const int32_t* sums, in
   return linear.bias == nullptr ? found : add(found, load(linear.bias + panel * 16));
 }
 
+// Copy rows to the workspace in the order of tiles, see copy_tiles.
+template <class X>
+static const X* tile_rows(KvnContext& context, int member, const X* x, ptrdiff_t stride,
+                          int64_t rows, int64_t steps) {
+  const int64_t words = 4 / static_cast<int64_t>(sizeof(X));  // values of a step
+  X* out = context.work.tiled.as<X>();
+  context.team->share_tasks(member, kvn::divide_up(rows, kTileRows), [&](int64_t task) {
+    const int64_t first = task * kTileRows, left = rows - first;
+    copy_tiles(x + first * stride, stride * static_cast<int64_t>(sizeof(X)),
+               left < kTileRows ? left : kTileRows, steps,
+               out + first * kvn::round_up(steps, kTileSteps) * words);
+  });
+  return out;
+}
+
+static int64_t count_tiled_bytes(int64_t rows, int64_t row_bytes) {
+  if (!MatrixPlan<DotBF16>::Type::is_tiled(rows)) return 0;
+  return kvn::round_up(rows, kTileRows) * kvn::round_up(row_bytes, 64);
+}
+
 // Share the tasks of a product; `store_row(row, panel, panels, values)` gets the finished sums of a
 // row, of `panels` panels of 16 each.
 template <class Dot, class StoreRow>
@@ -169,13 +185,20 @@ static void share_product(KvnContext& context, int member, const KvnLinear& line
                           StoreRow&& store_row) {
   const int64_t steps = kvn::divide_up(linear.in, Dot::kStep);
   const int64_t outputs = kvn::divide_up(linear.out, kvn::kPanel) * (linear.is_gated ? 2 : 1);
-  const ProductTasks tasks(rows, outputs, stride * static_cast<int64_t>(sizeof(*x)),
-                           context.team->size());
+  using Plan = typename MatrixPlan<Dot>::Type;
+  const ProductTasks<Plan> tasks(rows, outputs, stride * static_cast<int64_t>(sizeof(*x)),
+                                 context.team->size());
   const auto* weights = static_cast<const typename Dot::W*>(linear.weights);
   const int64_t panel_stride = steps * 16 * Dot::kStep;
-  const bool packs = is_packed(rows);
+  const bool packs = Plan::is_packed(rows);
+  const bool is_tiled = Plan::is_tiled(rows);
+  if (is_tiled) {
+    x = tile_rows(context, member, x, stride, rows, steps);
+    stride = kvn::round_up(steps, kTileSteps) * Dot::kStep;
+  }
   auto* packed = reinterpret_cast<uint32_t*>(context.scratch_of(member));
   bool is_first_task = true;
+  typename Plan::Registers registers;
   context.team->share_tasks(member, tasks.count(), [&](int64_t task) {
     if (packs && is_first_task) {  // each member has a copy in a cache of its own
       pack_rows(reinterpret_cast<const uint32_t*>(x), stride / Dot::kStep, rows, steps, packed);
@@ -184,9 +207,12 @@ static void share_product(KvnContext& context, int member, const KvnLinear& line
     }
     const int64_t row0 = tasks.first_row(task), panel0 = tasks.first_panel(task);
     const int64_t count = tasks.num_rows(task);
-    const auto plan = packs ? RowPlan<Dot>::packed(count) : RowPlan<Dot>::unpacked(count);
+    const Plan plan = packs      ? Plan::packed(count)
+                      : is_tiled ? Plan::tiled(count)
+                                 : Plan::unpacked(count);
     multiply<Dot>(plan, x + row0 * stride, stride, count,
                   weights + panel0 * panel_stride, panel_stride, tasks.num_panels(task), steps,
+                  registers,
                   [&](const Tile<Dot>& tile) {
                     F16 values[4];
                     const int64_t panel = panel0 + tile.first_panel;

@@ -11,6 +11,7 @@ namespace avx2 {
 }  // namespace avx2
 
 namespace kvn {
-const Kernels avx2_kernels = {avx2::start_step, avx2::run_halves, avx2::compute_logits,
-                              avx2::multiply_rows, avx2::count_scratch_bytes, avx2::pick_tokens};
+const Kernels avx2_kernels = {
+    avx2::start_step,          avx2::run_halves,        avx2::compute_logits, avx2::multiply_rows,
+    avx2::count_scratch_bytes, avx2::count_tiled_bytes, avx2::pick_tokens};
 }

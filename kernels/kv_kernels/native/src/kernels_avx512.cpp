@@ -11,6 +11,7 @@ namespace avx512 {
 }  // namespace avx512
 
 namespace kvn {
-const Kernels avx512_kernels = {avx512::start_step, avx512::run_halves, avx512::compute_logits,
-                              avx512::multiply_rows, avx512::count_scratch_bytes, avx512::pick_tokens};
+const Kernels avx512_kernels = {
+    avx512::start_step,          avx512::run_halves,        avx512::compute_logits, avx512::multiply_rows,
+    avx512::count_scratch_bytes, avx512::count_tiled_bytes, avx512::pick_tokens};
 }

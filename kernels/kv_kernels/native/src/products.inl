@@ -83,15 +83,26 @@ struct Tile {
   }
 };
 
-// How some number of rows is multiplied.
+// How some number of rows is multiplied by vector instructions.
 template <class Dot>
-struct RowPlan {
+struct VectorPlan {
+  struct Registers {};  // what a thread keeps from one product to the next
   int64_t rows_at_once;
   int panels_at_once;
   TileFunction<Dot> whole, last;  // for `rows_at_once` rows, and for those left in the end
 
+  static constexpr int64_t kKeyMultiple = 16;  // of the keys that attention multiplies at once
+  static constexpr int64_t kRowsPerBlock = kBlockedRows;
+  static constexpr int64_t kRowBlockBytes = 384 << 10;  // of the rows that stay in the L2 cache
+
+  // Whether rows are packed first: then one pass over the weights is enough.
+  static bool is_packed(int64_t rows) { return rows >= kMinPackedRows && rows <= kMaxPackedRows; }
+  static bool is_single_pass(int64_t rows) { return rows <= kMaxSinglePassRows || is_packed(rows); }
+  static bool is_tiled(int64_t) { return false; }  // only by products_amx.inl
+  static VectorPlan tiled(int64_t rows) { return unpacked(rows); }
+
   // All rows in one pass over the weights if they are few, else by blocks.
-  static RowPlan unpacked(int64_t rows) {
+  static VectorPlan unpacked(int64_t rows) {
     const int count = static_cast<int>(rows);
     if (rows <= kMaxSinglePassRows)
       return {rows, ISA::panels_at_once(count), TileChooser<Dot, kMaxSinglePassRows>::single_pass(count),
@@ -100,18 +111,32 @@ struct RowPlan {
             TileChooser<Dot, kBlockedRows>::blocked(count % kBlockedRows)};
   }
   // One pass over the weights for packed rows.
-  static RowPlan packed(int64_t rows) {
+  static VectorPlan packed(int64_t rows) {
     const int count = static_cast<int>(rows);
     return {rows, ISA::panels_at_once(count), TileChooser<Dot, kMaxPackedRows>::packed(count), nullptr};
   }
+
+  // Sums of `count` rows by `panels_at_once` panels.
+  void multiply_rows(const typename Dot::X* x, ptrdiff_t stride,
+                     const typename Dot::W* const* panels, int64_t steps, int count,
+                     typename Dot::Out* sums, Registers&) const {
+    (count == rows_at_once ? whole : last)(x, stride, panels, steps, sums);
+  }
+};
+
+// The plan of products with the model's matrices. products_amx.inl has others.
+template <class Dot>
+struct MatrixPlan {
+  using Type = VectorPlan<Dot>;
 };
 
 // Multiply `rows` rows with `num_panels` panels; calls use_tile(tile) for each tile. Tiles start at
 // even panels, and have an even number of them unless the last is missing.
-template <class Dot, class UseTile>
-static void multiply(const RowPlan<Dot>& plan, const typename Dot::X* x, ptrdiff_t stride,
+template <class Dot, class Plan, class UseTile>
+static void multiply(const Plan& plan, const typename Dot::X* x, ptrdiff_t stride,
                      int64_t rows, const typename Dot::W* weights, ptrdiff_t panel_stride,
-                     int64_t num_panels, int64_t steps, UseTile&& use_tile) {
+                     int64_t num_panels, int64_t steps,
+                     typename Plan::Registers& registers, UseTile&& use_tile) {
   alignas(64) typename Dot::Out sums[kMaxTileSums * 16];
   const int at_once = plan.panels_at_once, per_tile = at_once < 2 ? 2 : at_once;
   for (int64_t panel = 0; panel < num_panels; panel += per_tile) {
@@ -120,11 +145,12 @@ static void multiply(const RowPlan<Dot>& plan, const typename Dot::X* x, ptrdiff
     for (int c = 0; c < per_tile; ++c)
       panels[c] = weights + (c < left ? panel + c : num_panels - 1) * panel_stride;
     for (int64_t row = 0; row < rows; row += plan.rows_at_once) {
-      const bool is_whole = rows - row >= plan.rows_at_once;
-      const int count = static_cast<int>(is_whole ? plan.rows_at_once : rows - row);
+      const int64_t rows_left = rows - row;
+      const int count =
+          static_cast<int>(rows_left < plan.rows_at_once ? rows_left : plan.rows_at_once);
       for (int c = 0; c < per_tile; c += at_once)
-        (is_whole ? plan.whole : plan.last)(x + row * stride, stride, panels + c, steps,
-                                            sums + c * count * 16);
+        plan.multiply_rows(x + row * stride, stride, panels + c, steps, count,
+                           sums + c * count * 16, registers);
       const bool is_split = at_once == 1;
       use_tile(Tile<Dot>{sums, is_split ? 16 : at_once * 16, is_split ? count * 16 : 16, row, count,
                          panel, left < per_tile ? static_cast<int>(left) : per_tile});
@@ -155,6 +181,21 @@ static void pack_rows(const uint32_t* x, ptrdiff_t stride, int64_t rows, int64_t
     for (int64_t i = 0; i < count; ++i)
       for (int64_t first = 0; first < rows; first += 16)
         __builtin_memcpy(out + (step + i) * rows + first, words[first / 16] + i * 16, 64);
+  }
+}
+
+constexpr int64_t kTileRows = 16, kTileSteps = 16;  // of a tile register
+
+// Copy up to kTileRows rows into tiles: [steps / kTileSteps][kTileRows][kTileSteps]. What is missing
+// of the last tiles is not written. A step of a row is one word in the formats that have tiles.
+static void copy_tiles(const void* x, int64_t stride_bytes, int64_t rows, int64_t steps, void* out) {
+  const char* from = static_cast<const char*>(x);
+  char* to = static_cast<char*>(out);
+  for (int64_t step = 0; step < steps; step += kTileSteps) {
+    const int64_t count = steps - step < kTileSteps ? steps - step : kTileSteps;
+    for (int64_t row = 0; row < rows; ++row)
+      __builtin_memcpy(to + (step * kTileRows + row * kTileSteps) * 4,
+                       from + row * stride_bytes + step * 4, static_cast<size_t>(count) * 4);
   }
 }
 

@@ -15,17 +15,17 @@ from kv_kernels.native.model import NativeModel
 from kv_kernels.native.native_library import CpuFeature, NativeLibrary, load_library
 from kv_kernels.native.structures import Format, KvnLayer, KvnLinear, KvnModel
 from kv_kernels.reference.int8_linear import Int8Linear
+from tests.unit.kv_kernels.native.cpu_features import (
+    ALL_FEATURES,
+    FEATURE_PARAMS,
+    list_feature_sets,
+)
 
 _LIBRARY = load_library()
 pytestmark = pytest.mark.skipif(
     not isinstance(_LIBRARY, NativeLibrary), reason=f"no native kernels: {_LIBRARY.describe()}"
 )
 _DTYPES = {Format.FLOAT32: torch.float32, Format.BFLOAT16: torch.bfloat16}
-ALL_FEATURES = CpuFeature(15)
-FEATURES = [
-    pytest.param(ALL_FEATURES, id="all"),
-    pytest.param(CpuFeature.AVX2, id="avx2"),
-]
 
 
 def get_functions() -> ctypes.CDLL:
@@ -79,7 +79,7 @@ class PackedMatrix:
         return torch.nn.functional.silu(parts[0]) * parts[1]
 
 
-@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("features", FEATURE_PARAMS)
 @settings(max_examples=60, deadline=None)
 @given(
     inputs=st.integers(1, 150),
@@ -114,7 +114,7 @@ def test_product_equals_that_of_torch(
     torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5 * inputs**0.5)
 
 
-@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("features", FEATURE_PARAMS)
 @pytest.mark.parametrize("stored", list(Format))
 def test_row_does_not_depend_on_the_other_rows_or_the_threads(
     features: CpuFeature, stored: Format
@@ -132,7 +132,7 @@ def test_row_does_not_depend_on_the_other_rows_or_the_threads(
                 assert torch.equal(found, expected[:rows]), (threads, rows)
 
 
-@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("features", FEATURE_PARAMS)
 @pytest.mark.parametrize("stored", list(Format))
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_value_that_is_not_finite_reaches_the_result(
@@ -158,7 +158,7 @@ def test_int8_integers_are_those_of_the_reference() -> None:
     layout = MatrixLayout(70, 33, Format.INT8)
     region = np.zeros(layout.nbytes, np.uint8)
     layout.pack(get_functions(), region.data, [weight])
-    for features in (ALL_FEATURES, CpuFeature.AVX2):
+    for features in list_feature_sets():
         with limited_features(features):
             model = make_model(Format.FLOAT32)
             found = model.multiply(layout.describe(region.ctypes.data), x)

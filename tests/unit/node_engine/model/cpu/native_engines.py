@@ -30,12 +30,12 @@ from node_engine.model.loading.weights import build_dummy_weights
 from node_engine.model.model_engine import ModelEngine
 from node_engine.model.sampling.sampler import sample_tokens
 from node_engine.model.transformer import Transformer
+from tests.unit.kv_kernels.native.cpu_features import ALL_FEATURES
 
 LIBRARY = load_library()
 needs_native_kernels = pytest.mark.skipif(
     not isinstance(LIBRARY, NativeLibrary), reason=f"no native kernels: {LIBRARY.describe()}"
 )
-ALL_FEATURES = CpuFeature(15)
 BLOCK_SIZE = 16
 NUM_BLOCKS = 24
 CPU = torch.device("cpu")

@@ -14,15 +14,15 @@ from kv_kernels.native.structures import Format, KvnLayer, KvnModel
 from node_engine.core.step.step_batch import SampleSpec
 from node_engine.model.cpu.native_engine import describe_draw
 from node_engine.model.sampling.sampler import sample_tokens
+from tests.unit.kv_kernels.native.cpu_features import ALL_FEATURES, FEATURE_PARAMS
 
 _LIBRARY = load_library()
 pytestmark = pytest.mark.skipif(
     not isinstance(_LIBRARY, NativeLibrary), reason=f"no native kernels: {_LIBRARY.describe()}"
 )
-ALL_FEATURES = CpuFeature(15)
 
 
-@pytest.fixture(params=[ALL_FEATURES, CpuFeature.AVX2], ids=["all", "avx2"])
+@pytest.fixture(params=FEATURE_PARAMS)
 def features(request: pytest.FixtureRequest) -> CpuFeature:
     chosen: CpuFeature = request.param
     return chosen

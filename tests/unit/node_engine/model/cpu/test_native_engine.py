@@ -1,5 +1,7 @@
 """The native engine beside the torch engine, and what it promises on its own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from baton.errors import NodeFailed
 from baton.models.model_identity import INT8, UNQUANTIZED, Quantization
+from baton.types import TokenLogprobs
 from kv_kernels.native.model import NativeModel
 from kv_kernels.native.native_library import CpuFeature
 from node_engine.core.step.step_batch import (
@@ -16,8 +19,8 @@ from node_engine.core.step.step_batch import (
     StepBatch,
 )
 from tests.layer_callbacks import FunctionCallback
+from tests.unit.kv_kernels.native.cpu_features import FEATURE_PARAMS
 from tests.unit.node_engine.model.cpu.native_engines import (
-    ALL_FEATURES,
     BLOCK_SIZE,
     CONFIG,
     CONFIGS,
@@ -37,7 +40,7 @@ from tests.unit.node_engine.model.cpu.native_engines import (
 pytestmark = needs_native_kernels
 
 
-@pytest.mark.parametrize("features", [ALL_FEATURES, CpuFeature.AVX2], ids=["all", "avx2"])
+@pytest.mark.parametrize("features", FEATURE_PARAMS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_float32_equals_the_torch_engine(name: str, features: CpuFeature) -> None:
     native = make_native(CONFIGS[name], features=features)
@@ -48,7 +51,7 @@ def test_float32_equals_the_torch_engine(name: str, features: CpuFeature) -> Non
     torch.testing.assert_close(native.read_cache(), reference.read_cache(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("features", [ALL_FEATURES, CpuFeature.AVX2], ids=["all", "avx2"])
+@pytest.mark.parametrize("features", FEATURE_PARAMS)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("quantization", [UNQUANTIZED, INT8])
 def test_bfloat16_is_as_close_to_float32_as_the_torch_engine(
@@ -96,6 +99,26 @@ def test_result_depends_on_nothing_but_the_sequence(
     blocks = -(-len(prompt) // BLOCK_SIZE)
     size = alone.read_cache().numel() // NUM_BLOCKS * blocks
     assert torch.equal(bound.read_cache()[:size], alone.read_cache()[:size])
+
+
+@pytest.mark.parametrize("features", FEATURE_PARAMS)
+def test_scores_do_not_depend_on_how_many_keys_a_chunk_has(features: CpuFeature) -> None:
+    """Another order of a sum shows in one rounded number of 100,000, so there are 10 million."""
+    config = replace(CONFIG, num_heads=32, num_kv_heads=32, head_dim=64)
+    bound = make_native(config, "bfloat16", features=features)
+
+    def score_in_chunks(prompt: list[int], length: int) -> list[TokenLogprobs]:
+        found: list[TokenLogprobs] = []
+        for begin in range(0, len(prompt), length):
+            chunk = prompt[begin : begin + length]
+            scores = PromptLogprobsSpec(tuple(chunk), 0)
+            (result,) = bound.run(make_slice(0, chunk, begin, scores=scores))
+            found += result.prompt_logprobs
+        return found
+
+    for seed in range(24):
+        prompt = make_prompt(len(TABLES[0]) * BLOCK_SIZE, seed)
+        assert score_in_chunks(prompt, BLOCK_SIZE) == score_in_chunks(prompt, len(prompt))
 
 
 def test_layers_are_reported_when_their_kv_is_there() -> None:

@@ -14,8 +14,8 @@ from node_engine.core.step.step_batch import StepBatch
 from node_engine.model.common.base_engine import TORCH_DTYPES
 from node_engine.model.config.model_config import ModelConfig
 from tests.layer_callbacks import FunctionCallback
+from tests.unit.kv_kernels.native.cpu_features import FEATURE_PARAMS
 from tests.unit.node_engine.model.cpu.native_engines import (
-    ALL_FEATURES,
     BLOCK_SIZE,
     CONFIG,
     CONFIGS,
@@ -33,7 +33,7 @@ from tests.unit.node_engine.model.cpu.native_engines import (
 )
 
 pytestmark = needs_native_kernels
-FEATURES = pytest.mark.parametrize("features", [ALL_FEATURES, CpuFeature.AVX2], ids=["all", "avx2"])
+FEATURES = pytest.mark.parametrize("features", FEATURE_PARAMS)
 
 
 def read_layers(bound: BoundEngine) -> torch.Tensor:

@@ -1,0 +1,21 @@
+// AVX-512, and products of matrices in bfloat16 and int8 by AMX.
+#include "context.h"
+#include "simd_avx512.h"
+
+#define ISA avx512
+
+namespace amx {
+using namespace avx512;
+constexpr int kMaxTileSums = 64;  // rows times panels
+#include "products.inl"
+#include "products_amx.inl"
+#include "attention.inl"
+#include "forward.inl"
+#include "sampling.inl"
+}  // namespace amx
+
+namespace kvn {
+const Kernels amx_kernels = {
+    amx::start_step,          amx::run_halves,        amx::compute_logits, amx::multiply_rows,
+    amx::count_scratch_bytes, amx::count_tiled_bytes, amx::pick_tokens};
+}

@@ -1,0 +1,204 @@
+// Products in the tile registers of AMX, from the same packed matrices. Included between
+// products.inl and forward.inl, inside the namespace.
+//
+// A tile of weights is 16 steps of one panel. A tile's products are summed in another order than by
+// vector instructions. Those of bfloat16 are therefore computed here for all numbers of rows, so that
+// a row's result does not depend on the other rows.
+
+// What was stored at `memory`, and before, is there when the next tile instruction reads it: some
+// compilers do not know what these instructions read.
+static inline void complete_stores(const void* memory) {
+  __asm__ volatile("" : : "r"(memory) : "memory");
+}
+
+// What LDTILECFG reads: bytes and rows of each tile register.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Tiles of rows are in registers 4 and 5 (4 alone if C is 4), weights in those above them, and sums
+// of row tile t and panel c in register 2 t + c (c alone if C is 4).
+template <int T, int C>
+static void configure_tiles(int count) {
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) {
+    shapes.row_bytes[tile] = 64;
+    shapes.rows[tile] = kTileRows;
+  }
+  const auto first = static_cast<uint8_t>(T == 2 ? kTileRows : count);
+  const auto second = static_cast<uint8_t>(T == 2 ? count - kTileRows : kTileRows);
+  for (int c = 0; c < (C == 4 ? 4 : 2); ++c) shapes.rows[c] = first;
+  shapes.rows[4] = first;
+  if (C == 2) shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = second;
+  complete_stores(&shapes);
+  _tile_loadconfig(&shapes);
+}
+
+// The shape of this thread's tile registers. Other code may use them when this object is gone.
+class TileRegisters {
+ public:
+  TileRegisters() = default;
+  TileRegisters(const TileRegisters&) = delete;
+  TileRegisters& operator=(const TileRegisters&) = delete;
+  ~TileRegisters() {
+    if (shape_ != 0) _tile_release();
+  }
+  template <int T, int C>
+  void configure(int count) {
+    const int shape = (T * 8 + C) * 64 + count;
+    if (shape == shape_) return;
+    configure_tiles<T, C>(count);
+    shape_ = shape;
+  }
+
+ private:
+  int shape_ = 0;
+};
+
+#define KVN_TILE_PRODUCT(sums, x, w)                \
+  if constexpr (Dot::kStep == 2) {                  \
+    _tile_dpbf16ps(sums, x, w);                     \
+  } else {                                          \
+    _tile_dpbusd(sums, x, w);                       \
+  }
+
+// Fetch what is read `distance` bytes after this tile into a cache.
+template <_mm_hint kHint>
+static inline void prefetch_tile(const void* tile, int distance) {
+  const char* at = static_cast<const char*>(tile) + distance;
+#pragma GCC unroll 16
+  for (int line = 0; line < 16; ++line) _mm_prefetch(at + line * 64, kHint);
+}
+// Weights that come from memory once, into the L2 cache.
+static inline void prefetch_weights(const void* tile) { prefetch_tile<_MM_HINT_T1>(tile, 2048); }
+// The next tile of what is read again and again, into the L1 cache.
+static inline void prefetch_next(const void* tile) { prefetch_tile<_MM_HINT_T0>(tile, 1024); }
+
+// Sums [count][C][16] of T tiles of rows, which are [count][row_stride] or as copy_tiles has them.
+template <class Dot, int T, int C, bool kIsTiled>
+static void multiply_in_tiles(const typename Dot::X* x, ptrdiff_t row_stride,
+                              const typename Dot::W* const* panels, int64_t steps, int count,
+                              typename Dot::Out* out, TileRegisters& registers) {
+  constexpr int64_t kTileValues = kTileSteps * Dot::kStep;  // of one row or channel
+  const int64_t tiles = steps / kTileSteps;
+  const size_t stride = kIsTiled ? 64 : static_cast<size_t>(row_stride) * sizeof(*x);
+  const typename Dot::X* second = x + kTileRows * row_stride;
+  registers.configure<T, C>(count);
+  complete_stores(x);
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (T == 2 || C == 4) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t row_at = tile * kTileValues * (kIsTiled ? kTileRows : 1);
+    const int64_t at = tile * kTileValues * 16;
+    _tile_loadd(4, x + row_at, stride);
+    if constexpr (kIsTiled) prefetch_next(x + row_at);
+    if constexpr (C == 4) {
+      _tile_loadd(5, panels[0] + at, 64);
+      prefetch_weights(panels[0] + at);
+      KVN_TILE_PRODUCT(0, 4, 5);
+      _tile_loadd(6, panels[1] + at, 64);
+      prefetch_weights(panels[1] + at);
+      KVN_TILE_PRODUCT(1, 4, 6);
+      _tile_loadd(7, panels[2] + at, 64);
+      prefetch_weights(panels[2] + at);
+      KVN_TILE_PRODUCT(2, 4, 7);
+      _tile_loadd(5, panels[3] + at, 64);
+      prefetch_weights(panels[3] + at);
+      KVN_TILE_PRODUCT(3, 4, 5);
+    } else {
+      _tile_loadd(6, panels[0] + at, 64);
+      prefetch_next(panels[0] + at);
+      KVN_TILE_PRODUCT(0, 4, 6);
+      _tile_loadd(7, panels[1] + at, 64);
+      prefetch_next(panels[1] + at);
+      KVN_TILE_PRODUCT(1, 4, 7);
+      if constexpr (T == 2) {
+        _tile_loadd(5, second + row_at, stride);
+        prefetch_next(second + row_at);
+        KVN_TILE_PRODUCT(2, 5, 6);
+        KVN_TILE_PRODUCT(3, 5, 7);
+      }
+    }
+  }
+  _tile_stored(0, out, C * 64);
+  _tile_stored(1, out + 16, C * 64);
+  if constexpr (C == 4) {
+    _tile_stored(2, out + 32, C * 64);
+    _tile_stored(3, out + 48, C * 64);
+  } else if constexpr (T == 2) {
+    _tile_stored(2, out + kTileRows * C * 16, C * 64);
+    _tile_stored(3, out + kTileRows * C * 16 + 16, C * 64);
+  }
+  complete_stores(out);
+  const int64_t rest = steps - tiles * kTileSteps;  // steps that fill no tile
+  for (int r = 0; rest != 0 && r < count; ++r) {
+    const typename Dot::X* row = (r < kTileRows ? x : second) +
+                                 (kIsTiled ? (tiles * kTileRows + r % kTileRows) * kTileValues
+                                           : r % kTileRows * row_stride + tiles * kTileValues);
+    for (int c = 0; c < C; ++c) {
+      typename Dot::Acc sums;
+      __builtin_memcpy(&sums, out + (r * C + c) * 16, sizeof sums);
+      for (int64_t k = 0; k < rest; ++k)
+        sums = Dot::accumulate(
+            sums, Dot::broadcast(row + k * Dot::kStep),
+            Dot::load_weights(panels[c] + (tiles * kTileSteps + k) * 16 * Dot::kStep));
+      Dot::store(out + (r * C + c) * 16, sums);
+    }
+  }
+}
+#undef KVN_TILE_PRODUCT
+
+// As VectorPlan: one tile of rows by four panels, or two by two.
+template <class Dot>
+struct TilePlan {
+  using Registers = TileRegisters;
+  int64_t rows_at_once;
+  int panels_at_once;
+  bool are_rows_tiled;
+
+  static constexpr int64_t kRowsPerBlock = 2 * kTileRows;
+  static constexpr int64_t kRowBlockBytes = 1 << 20;
+  static bool is_packed(int64_t) { return false; }
+  static bool is_single_pass(int64_t rows) { return rows <= kRowsPerBlock; }
+  static bool is_tiled(int64_t rows) { return rows > kTileRows; }
+
+  static constexpr int64_t kKeyMultiple = 16 * Dot::kStep;
+  static TilePlan unpacked(int64_t rows) {
+    return rows <= kTileRows ? TilePlan{rows, 4, false} : TilePlan{kRowsPerBlock, 2, false};
+  }
+  static TilePlan packed(int64_t rows) { return unpacked(rows); }
+  static TilePlan tiled(int64_t) { return {kRowsPerBlock, 2, true}; }
+
+  void multiply_rows(const typename Dot::X* x, ptrdiff_t stride,
+                     const typename Dot::W* const* panels, int64_t steps, int count,
+                     typename Dot::Out* sums, TileRegisters& registers) const {
+    // Sums of int8 are exact in any order.
+    constexpr int kMaxVectorRows = Dot::kStep == 4 ? 6 : 0;
+    if (are_rows_tiled) {
+      (count > kTileRows ? multiply_in_tiles<Dot, 2, 2, true> : multiply_in_tiles<Dot, 1, 2, true>)(
+          x, stride, panels, steps, count, sums, registers);
+    } else if (panels_at_once == 2) {
+      (count > kTileRows ? multiply_in_tiles<Dot, 2, 2, false>
+                         : multiply_in_tiles<Dot, 1, 2, false>)(x, stride, panels, steps, count,
+                                                                sums, registers);
+    } else if (count <= kMaxVectorRows) {
+      TileChooser<Dot, kMaxVectorRows>::single_pass(count)(x, stride, panels, steps, sums);
+    } else {
+      multiply_in_tiles<Dot, 1, 4, false>(x, stride, panels, steps, count, sums, registers);
+    }
+  }
+};
+template <>
+struct MatrixPlan<DotBF16> {
+  using Type = TilePlan<DotBF16>;
+};
+template <>
+struct MatrixPlan<DotInt8> {
+  using Type = TilePlan<DotInt8>;
+};
