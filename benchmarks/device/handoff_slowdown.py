@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--kv-memory", type=int, default=6 << 30)
-    parser.add_argument("--seconds", type=float, default=75.0)
+    parser.add_argument("--seconds", type=float, default=150.0, help="for each start (150)")
     parser.add_argument("--model", default="8b")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()

@@ -52,7 +52,7 @@ STAGES = (
     SessionStage(
         "chaos", 110, _pytest("tests/chaos", "--chaos-stage", "gpu", "--chaos-rounds", "3")
     ),
-    SessionStage("slowdown", 80, ("-m", "benchmarks.device.handoff_slowdown")),
+    SessionStage("slowdown", 240, ("-m", "benchmarks.device.handoff_slowdown")),
     SessionStage("ttft_ipc", 240, _ttft("auto")),
     SessionStage("ttft_shm", 240, _ttft("shm")),
     SessionStage("copies", 90, ("-m", "benchmarks.device.peer_copies")),
