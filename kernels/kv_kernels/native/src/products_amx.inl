@@ -65,7 +65,7 @@ class TileRegisters {
   }
 
 // Fetch what is read `distance` bytes after this tile into a cache.
-template <_mm_hint kHint>
+template <auto kHint>  // GCC has an enumeration for hints, and Clang macros
 static inline void prefetch_tile(const void* tile, int distance) {
   const char* at = static_cast<const char*>(tile) + distance;
 #pragma GCC unroll 16

@@ -97,7 +97,10 @@ class PackedWeightStore:
         self._early = _EarlyOpening(image_id, self._open_packed)
 
     def cancel_opening(self) -> None:
-        """Stop what `begin_opening` began, and release it. Idempotent, and at once."""
+        """Stop what `begin_opening` began, and release it. Idempotent.
+
+        Waits for a piece that is being read, or for the memory that is being allocated.
+        """
         early, self._early = self._early, None
         if early is not None:
             early.cancel()
@@ -126,10 +129,12 @@ class PackedWeightStore:
 
     def _take_early(self, layout: ImageLayout) -> "_OpenedImage | None":
         """What `begin_opening` has opened, if it has this layout. Another image is released."""
-        if self._early is None or self._early.image_id != layout.image_id:
-            self.cancel_opening()
-            return None
         early, self._early = self._early, None
+        if early is None:
+            return None
+        if early.image_id != layout.image_id:
+            early.cancel()
+            return None
         opened = early.finish()
         return opened if opened is not None and opened.layout == layout else None
 
