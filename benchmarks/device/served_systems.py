@@ -55,16 +55,21 @@ def find_vllm(python: str) -> str:
 
 
 def start_baton(
-    console: Console, settings: ServerSettings, *, prefill_nodes: int, start_timeout: float
+    console: Console,
+    settings: ServerSettings,
+    *,
+    prefill_nodes: int,
+    decode_nodes: int = 1,
+    start_timeout: float,
 ) -> AbstractAsyncContextManager[str]:
-    """Run a cluster with one decode node; the value is its URL."""
+    """Run a cluster, colocated if it has no prefill node; the value is its URL."""
 
     @asynccontextmanager
     async def run_cluster() -> AsyncIterator[str]:
         own: dict[str, Any] = {
             "mode": "disaggregated" if prefill_nodes else "colocated",
             "prefill": prefill_nodes,
-            "decode": 1,
+            "decode": decode_nodes,
             "device": settings.device,
             "load_format": settings.model.load_format,
             "served_model_name": MODEL_NAME,
@@ -84,17 +89,28 @@ def start_baton(
 
 @asynccontextmanager
 async def start_vllm(
-    python: str, settings: ServerSettings, device_memory: int, start_timeout: float
+    python: str,
+    settings: ServerSettings,
+    device_memory: int,
+    start_timeout: float,
+    *,
+    gpu: int | None = None,
+    chunk_tokens: int | None = None,
 ) -> AsyncIterator[str]:
     """Run vLLM as a process group of its own; the value is its URL.
 
-    Raises ValueError with the end of its log if it does not become ready.
+    It computes on the given GPU, else on the first, and in steps of at most `chunk_tokens`, else of
+    as many as it has by default. Raises ValueError with the end of its log if it does not become
+    ready.
     """
     port = _find_free_port()
     with TemporaryDirectory(prefix="baton-bench-vllm-") as folder:
         log = Path(folder, "log")
         arguments = list_vllm_arguments(settings, port, device_memory)
-        process = await _start_group([python, *arguments], log)
+        if chunk_tokens is not None:
+            arguments += ("--max-num-batched-tokens", str(chunk_tokens))
+        environ = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        process = await _start_group([python, *arguments], log, environ)
         try:
             url = f"http://127.0.0.1:{port}"
             if not await _wait_until_ready(url, process, start_timeout):
@@ -140,14 +156,16 @@ def _vllm_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-async def _start_group(command: Sequence[str], log: Path) -> asyncio.subprocess.Process:
+async def _start_group(
+    command: Sequence[str], log: Path, environ: Mapping[str, str]
+) -> asyncio.subprocess.Process:
     """Start a process as the leader of a group; it works in the folder of its log."""
     output = await asyncio.to_thread(log.open, "wb")
     with output:
         return await asyncio.create_subprocess_exec(
             *command,
             cwd=log.parent,
-            env=_vllm_environment(os.environ),
+            env=_vllm_environment({**os.environ, **environ}),
             stdout=output,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,

@@ -2,20 +2,26 @@
 
     python -m tests.gpu.session --out FOLDER [--stages fencing,kernel,...] [--seconds 480]
 
-Each stage's output goes to FOLDER/NAME.log. A stage that fails or runs out of time does not stop
-the others. The summary is printed and written to FOLDER/summary.txt.
+Tests run beside each other, and with two GPUs a second time on one of them; stages that measure
+run alone. Each stage's output goes to FOLDER/NAME.log. A stage that fails or runs out of time does
+not stop the others. The summary is printed and written to FOLDER/summary.txt.
 """
 
 import argparse
 import os
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _LAST_LINES = 14  # of a stage's output that the summary shows
+_TESTS_AT_ONCE = 6
+_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,8 @@ class SessionStage:
     name: str
     seconds: float  # at most
     command: tuple[str, ...]  # arguments of Python
+    is_alone: bool = True  # because it measures; else beside others
+    environ: dict[str, str] = field(default_factory=dict)
 
 
 def _pytest(*paths: str) -> tuple[str, ...]:
@@ -40,19 +48,27 @@ def _ttft(transport: str) -> tuple[str, ...]:
     )
 
 
-STAGES = (
-    SessionStage("kernel", 90, _pytest("tests/gpu/test_slab_moves_on_gpu.py")),
-    SessionStage("fencing", 170, _pytest("tests/gpu/test_fencing_on_gpu.py")),
-    SessionStage(
-        "contract",
-        120,
+_TESTS = {
+    "kernel": (90, _pytest("tests/gpu/test_slab_moves_on_gpu.py")),
+    "contract": (
+        150,
         _pytest("-p", "tests.gpu.cuda_pairs", "tests/contract", "-k", "cuda_ipc", "--maxfail=8"),
     ),
-    SessionStage("handoff", 240, _pytest("tests/gpu/test_handoff_on_gpu.py")),
-    SessionStage(
-        "chaos", 110, _pytest("tests/chaos", "--chaos-stage", "gpu", "--chaos-rounds", "3")
+    "handoff": (240, _pytest("tests/gpu/test_handoff_on_gpu.py")),
+    "parity": (280, _pytest("tests/parity/test_cluster_parity.py")),
+    "chaos": (150, _pytest("tests/chaos", "--chaos-stage", "gpu", "--chaos-rounds", "3")),
+}
+STAGES = (
+    *(SessionStage(name, *test, is_alone=False) for name, test in _TESTS.items()),
+    *(
+        SessionStage(f"{name}_one_gpu", *test, is_alone=False, environ={_VISIBLE_DEVICES: "0"})
+        for name, test in _TESTS.items()
     ),
+    SessionStage("fencing", 170, _pytest("tests/gpu/test_fencing_on_gpu.py")),
     SessionStage("slowdown", 240, ("-m", "benchmarks.device.handoff_slowdown")),
+    SessionStage(
+        "slowdown_128", 240, ("-m", "benchmarks.device.handoff_slowdown", "--prompt", "128")
+    ),
     SessionStage("ttft_ipc", 240, _ttft("auto")),
     SessionStage("ttft_shm", 240, _ttft("shm")),
     SessionStage("copies", 90, ("-m", "benchmarks.device.peer_copies")),
@@ -64,6 +80,7 @@ def run_stage(stage: SessionStage, folder: Path, seconds: float) -> str:
     log = folder / f"{stage.name}.log"
     started = time.monotonic()
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PYTHONUNBUFFERED": "1"}
+    environ |= stage.environ
     if inherited := os.environ.get("PYTHONPATH"):
         environ["PYTHONPATH"] += f":{inherited}"
     with log.open("w") as output:
@@ -86,6 +103,42 @@ def run_stage(stage: SessionStage, folder: Path, seconds: float) -> str:
     return "\n".join([f"== {stage.name}: {ended}, {took:.1f} s", *(f"   {line}" for line in tail)])
 
 
+class SessionSummary:
+    """What is known of the stages that have ended. Any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        path.write_text("")
+
+    def add_stage(self, text: str) -> None:
+        with self._lock:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+            with self._path.open("a") as file:
+                file.write(text + "\n")
+
+
+def run_stages(stages: Sequence[SessionStage], folder: Path, seconds: float) -> None:
+    """Run tests beside each other, then what measures."""
+    deadline = time.monotonic() + seconds
+    summary = SessionSummary(folder / "summary.txt")
+
+    def run(stage: SessionStage) -> None:
+        left = deadline - time.monotonic()
+        text = f"== {stage.name}: no time left"
+        if left > 1.0:
+            text = run_stage(stage, folder, min(stage.seconds, left))
+        summary.add_stage(text)
+
+    with ThreadPoolExecutor(_TESTS_AT_ONCE) as pool:
+        for _ in pool.map(run, [stage for stage in stages if not stage.is_alone]):
+            """An error of the harness is raised here."""
+    for stage in stages:
+        if stage.is_alone:
+            run(stage)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -93,18 +146,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480.0, help="for all stages together")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + given.seconds
-    summary = given.out / "summary.txt"
-    summary.write_text("")
-    for stage in (stage for stage in STAGES if stage.name in given.stages.split(",")):
-        left = deadline - time.monotonic()
-        text = f"== {stage.name}: no time left"
-        if left > 1.0:
-            text = run_stage(stage, given.out, min(stage.seconds, left))
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-        with summary.open("a") as file:
-            file.write(text + "\n")
+    names = given.stages.split(",")
+    stages = [stage for stage in STAGES if stage.name in names]
+    run_stages(stages, given.out, given.seconds)
 
 
 if __name__ == "__main__":
