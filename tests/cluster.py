@@ -31,7 +31,9 @@ from typing import Any, Self
 from baton.cli.checks.ledger import OWNED_STATES, find_ledger_faults
 from baton.cli.client import health_watch as health
 from baton.cli.supervisor import child_specs
+from baton.cli.supervisor.gpus import choose_gpus
 from baton.cli.supervisor.ports import Endpoints, cluster_endpoints, reserve_ports
+from baton.cli.supervisor.visible_gpus import count_visible_gpus
 from baton.config.settings import Config
 from baton.pb import cluster_pb2
 from tests.child_logs import ChildLogs
@@ -109,7 +111,9 @@ class Cluster:
     # life
 
     async def __aenter__(self) -> Self:
-        self.config, self._held_ports = reserve_ports(child_specs.complete_config(self.config)[0])
+        config, _ = child_specs.complete_config(self.config)
+        config, _ = choose_gpus(config, count_visible_gpus(config))
+        self.config, self._held_ports = reserve_ports(config)
         self.endpoints = cluster_endpoints(self.config)
         specs = child_specs.make_child_specs(
             self.config,

@@ -14,7 +14,9 @@ from rich.console import Console
 
 from baton.cli.supervisor import child_specs, ports
 from baton.cli.supervisor.child_output import LogFiles
+from baton.cli.supervisor.gpus import choose_gpus
 from baton.cli.supervisor.supervisor import Supervisor, running_cluster
+from baton.cli.supervisor.visible_gpus import count_visible_gpus
 from baton.config.settings import Config
 from benchmarks.clusters.random_models import ModelShape, build_random_model
 
@@ -70,6 +72,7 @@ async def serve_model_folder(
         config, _ = child_specs.complete_config(
             Config(**{**defaults, **settings, "model": str(model), "state_dir": str(folder)})
         )
+        config, _ = choose_gpus(config, count_visible_gpus(config))
         config, sockets = ports.reserve_ports(config)
         async with running_cluster(config, logs, console.print, own) as cluster:
             async with asyncio.timeout(start_timeout):

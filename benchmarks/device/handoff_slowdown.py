@@ -1,13 +1,15 @@
 """What a hand-off between two nodes on GPUs costs the prefill that makes it.
 
-    python -m benchmarks.device.handoff_slowdown [--prompt 2048] [--requests 16] [--transport auto]
+    python -m benchmarks.device.handoff_slowdown [--prompts 128,2048] [--requests 16]
+        [--transport auto]
 
 One prefill and one decode node, and beside them a colocated one, with random weights of the shape
 of an 8B Llama; prompts one at a time, each sent to both clusters. `exposed` is the time from the
 last layer computed to the last slab landed, and `slowed by` is as in `baton explain`
 (docs/operating.md#what-a-hand-off-costs), also as a share of the forward pass. It does not have
 what the device itself loses to copies and to other nodes; the last line does, which compares what
-computing a prompt took both clusters. With one GPU all nodes share it.
+computing a prompt took both clusters. With two GPUs the prefill node shares one with the colocated
+node, and the decode node has the other to itself; with one GPU all nodes share it.
 """
 
 import argparse
@@ -42,47 +44,65 @@ _VOCABULARY = 500
 class HandoffCosts:
     """Measurements of all prompts after the first few."""
 
+    prompt_tokens: int
     ttfts: list[float]  # seconds, of the prefill and decode node
+    colocated_ttfts: list[float]
     handoffs: list[common_pb2.HandoffReport]
     compute_seconds: float  # of a prompt, where it is handed over: the mean
     colocated_compute_seconds: float  # where it is not
 
 
-async def measure(folder: Path, options: argparse.Namespace, console: Console) -> HandoffCosts:
+async def measure(
+    folder: Path, options: argparse.Namespace, console: Console
+) -> list[HandoffCosts]:
+    prompts = [int(word) for word in options.prompts.split(",")]
     settings: dict[str, Any] = {
         "start_timeout": options.seconds,
         "device": options.device,
         "load_format": "dummy",
         "kv_memory": str(options.kv_memory),
-        "max_model_len": 2 * options.prompt,
+        "max_model_len": 2 * max(prompts),
         "max_num_seqs": 64,
         "pool_memory": NO_POOL,
         "transport": options.transport,
     }
     split_nodes: dict[str, Any] = {"mode": "disaggregated", "prefill": 1, "decode": 1}
+    one_node: dict[str, Any] = {"mode": "colocated", "prefill": 0, "decode": 1}
     async with (
         serve_model_folder(console, folder, **settings, **split_nodes) as split,
-        serve_model_folder(console, folder, **settings, mode="colocated") as colocated,
+        serve_model_folder(console, folder, **settings, **one_node) as colocated,
+    ):
+        return [
+            await _measure_prompts(split, colocated, tokens, options.requests) for tokens in prompts
+        ]
+
+
+async def _measure_prompts(
+    split: Supervisor, colocated: Supervisor, tokens: int, requests: int
+) -> HandoffCosts:
+    """Send prompts of one length to both clusters in turns."""
+    async with (
         grpc.aio.insecure_channel(split.endpoints.grpc) as split_channel,
         grpc.aio.insecure_channel(colocated.endpoints.grpc) as colocated_channel,
     ):
         split_stub = generation_pb2_grpc.GenerationStub(split_channel)
         colocated_stub = generation_pb2_grpc.GenerationStub(colocated_channel)
-        rng = random.Random(0)
-        answers = []
+        rng = random.Random(tokens)
+        answers, colocated_ttfts = [], []
         before = 0.0, 0.0
-        for number in range(_WARM_UP + options.requests):
+        for number in range(_WARM_UP + requests):
             if number == _WARM_UP:
                 before = await _read_prefill_seconds(split), await _read_prefill_seconds(colocated)
-            prompt = [rng.randrange(16, _VOCABULARY) for _ in range(options.prompt)]
+            prompt = [rng.randrange(16, _VOCABULARY) for _ in range(tokens)]
             answers.append(await _send_request(split_stub, prompt))
-            await _send_request(colocated_stub, prompt)
+            colocated_ttfts.append((await _send_request(colocated_stub, prompt))[0])
         after = await _read_prefill_seconds(split), await _read_prefill_seconds(colocated)
-    means = [(last - first) / options.requests for first, last in zip(before, after, strict=True)]
+    means = [(last - first) / requests for first, last in zip(before, after, strict=True)]
     handoffs = [answer.timeline.handoff for _, answer in answers[_WARM_UP:]]
     if not all(handoff.transport for handoff in handoffs):
         raise NodeFailed("an answer had no hand-off")
-    return HandoffCosts([ttft for ttft, _ in answers[_WARM_UP:]], handoffs, *means)
+    ttfts = [ttft for ttft, _ in answers[_WARM_UP:]]
+    return HandoffCosts(tokens, ttfts, colocated_ttfts[_WARM_UP:], handoffs, *means)
 
 
 async def _read_prefill_seconds(cluster: Supervisor) -> float:
@@ -121,6 +141,9 @@ def report(costs: HandoffCosts) -> list[str]:
     reports = costs.handoffs
     figures = {
         "time to first token, ms": [ttft * 1e3 for ttft in costs.ttfts],
+        "time to first token of the colocated node, ms": [
+            ttft * 1e3 for ttft in costs.colocated_ttfts
+        ],
         "forward pass, ms": [one.compute_seconds * 1e3 for one in reports],
         "exposed, ms": [one.exposed_seconds * 1e3 for one in reports],
         "commit, ms": [one.commit_seconds * 1e3 for one in reports],
@@ -130,7 +153,8 @@ def report(costs: HandoffCosts) -> list[str]:
         ],
         "layers at once": [float(one.group_layers) for one in reports],
     }
-    lines = [f"{len(reports)} hand-offs over {sorted({one.transport for one in reports})}"]
+    transports = ", ".join(sorted({one.transport for one in reports}))
+    lines = [f"{costs.prompt_tokens} tokens: {len(reports)} hand-offs over {transports}"]
     lines += [
         f"{name}: median {percentile(values, 50):.2f}, largest {max(values):.2f}"
         for name, values in figures.items()
@@ -145,7 +169,7 @@ def report(costs: HandoffCosts) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--prompts", default="128,2048", help="tokens (128,2048)")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--kv-memory", type=int, default=6 << 30)
@@ -155,8 +179,8 @@ def main() -> None:
     options = parser.parse_args()
     with TemporaryDirectory(prefix="baton-bench-slowdown-") as scratch:
         folder = write_llama_folder(Path(scratch, "model"), LLAMA_CONFIGS[options.model])
-        costs = asyncio.run(measure(folder, options, Console(stderr=True)))
-    for line in report(costs):
+        measured = asyncio.run(measure(folder, options, Console(stderr=True)))
+    for line in (line for costs in measured for line in report(costs)):
         sys.stdout.write(line + "\n")
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_LAST_LINES = 14  # of a stage's output that the summary shows
+_LAST_LINES = 24  # of a stage's output that the summary shows
 _TESTS_AT_ONCE = 6
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -66,9 +66,6 @@ STAGES = (
     ),
     SessionStage("fencing", 170, _pytest("tests/gpu/test_fencing_on_gpu.py")),
     SessionStage("slowdown", 240, ("-m", "benchmarks.device.handoff_slowdown")),
-    SessionStage(
-        "slowdown_128", 240, ("-m", "benchmarks.device.handoff_slowdown", "--prompt", "128")
-    ),
     SessionStage("ttft_ipc", 240, _ttft("auto")),
     SessionStage("ttft_shm", 240, _ttft("shm")),
     SessionStage("copies", 90, ("-m", "benchmarks.device.peer_copies")),

@@ -55,6 +55,7 @@ async def check_family(
     chosen = SETTINGS | settings | {"transport": transport}
     cluster = Cluster(tmp_path / "cluster", model=str(folder), **chosen)
     async with cluster:
+        assert cluster.config.gpus.count(",") == torch.cuda.device_count()  # nodes are spread
         await check_tokens(cluster, prompts)
         await cluster.wait_idle()
         handoffs = await count_handoffs(cluster)

@@ -40,7 +40,8 @@ FAMILIES: tuple[FamilyName, ...] = (
 )  # in a mistral, prompts outgrow the window
 NODE_BY_TRANSPORT = {"shm": "decode-0", "zmq": "decode-1", "grpc": "decode-2"}
 if torch.cuda.is_available():
-    NODE_BY_TRANSPORT["cuda_ipc"] = "decode-3"
+    # With two GPUs, decode-2 computes on the one that the prefill node does not have.
+    NODE_BY_TRANSPORT |= {"cuda_ipc": "decode-2", "grpc": "decode-3"}
 SPECULATING_NODE = NODE_BY_TRANSPORT["zmq"]
 SETTINGS_WITHOUT_HANDOFF: dict[str, dict[str, Any]] = {
     "colocated": {"prefill": 0, "mode": "colocated"},

@@ -138,7 +138,9 @@ class DummyTensors:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         if name == EMBEDDING_TENSOR and self._embedding is not None:
             return self._embedding
-        drawn = torch.empty(shape, device=self._device)
+        # A GPU draws them as they are used: its allocator would keep the memory of larger ones.
+        drawn_dtype = torch.float32 if self._device.type == "cpu" else self._dtype
+        drawn = torch.empty(shape, dtype=drawn_dtype, device=self._device)
         tensor = drawn.normal_(0.0, _DUMMY_STD, generator=self._generator).to(self._dtype)
         if name == EMBEDDING_TENSOR:
             self._embedding = tensor
