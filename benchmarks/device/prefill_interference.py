@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -102,8 +103,19 @@ async def measure_streams(
 ) -> StreamLatencies:
     """Send the streams, with long prompts beside them if `busy`.
 
-    Raises ValueError if no stream had an answer within `seconds`.
+    No garbage is collected here meanwhile: that would look like a pause of the server. Raises
+    ValueError if no stream had an answer within `seconds`.
     """
+    gc.disable()
+    try:
+        return await _measure_window(client, load, seed, seconds, busy=busy)
+    finally:
+        gc.enable()
+
+
+async def _measure_window(
+    client: CompletionsClient, load: InterferenceLoad, seed: str, seconds: float, *, busy: bool
+) -> StreamLatencies:
     plan = plan_requests(
         ClosedLoop(load.concurrency),
         LengthDistribution("fixed", load.prompt_tokens),

@@ -14,6 +14,7 @@ requests with a TTFT of at most 500 ms and a TPOT of at most 20 ms, per second.
 
 import argparse
 import asyncio
+import gc
 import secrets
 import sys
 import time
@@ -60,7 +61,7 @@ from node_engine.model.config.model_config import load_model_config
 SPLIT, COLOCATED = "split", "colocated"
 PARTS = ("interference", "goodput")
 SLO = Slo(ttft_seconds=0.5, tpot_seconds=0.02)
-LOADS = (InterferenceLoad(8, 2), InterferenceLoad(32, 2))
+_LONG_PROMPTS = 2  # in flight
 GOODPUT_ROWS = "2048/128:4,8,12,16,20,24;512/256:8,16,32,48"
 _VOCABULARY = 500  # prompts have token ids below this
 _WINDOW_SECONDS = 30.0  # of one window at most
@@ -114,8 +115,13 @@ class SplitGpusRun:
             overrides={},
         )
         self._loads = [
-            replace(load, long_prompt_tokens=options.long_prompt, output_tokens=options.output)
-            for load in LOADS
+            InterferenceLoad(
+                int(word),
+                _LONG_PROMPTS,
+                long_prompt_tokens=options.long_prompt,
+                output_tokens=options.output,
+            )
+            for word in options.streams.split(",")
         ]
 
     @property
@@ -123,6 +129,8 @@ class SplitGpusRun:
         return self.ends_at - time.perf_counter()
 
     async def measure_all(self) -> None:
+        gc.collect()
+        gc.freeze()  # a collection of this process would look like a pause of all servers
         async with AsyncExitStack() as stack:
             clients = await self._start_clusters(stack)
             if "interference" in self.options.parts:
@@ -302,6 +310,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--seconds", type=float, default=500.0, help="of the whole run (500)")
     parser.add_argument("--rounds", type=int, default=3, help="of interference (3)")
+    parser.add_argument("--streams", default="8,32", help="of interference (8,32)")
     parser.add_argument("--rows", default=GOODPUT_ROWS, help=f"of goodput ({GOODPUT_ROWS})")
     parser.add_argument("--row-seconds", type=float, default=10.0, help="of arrivals (10)")
     parser.add_argument("--colocated-chunk", type=int, default=512, help="tokens of a step (512)")

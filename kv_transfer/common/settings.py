@@ -29,9 +29,10 @@ class TransferSettings:
     # Per message. Each message costs Python time, for which the thread that computes waits; longer
     # ones overlap less of writing with landing. `baton bench plane`: 4 MiB cost half of 1 MiB.
     max_payload_bytes: int = 4 * MIB
-    # Credit and message where a device writes: it needs large copies, and nothing is buffered.
+    # Credit and message where a device writes: nothing is buffered, and each message costs Python
+    # time on both sides, during which a GPU would have copied 100 MiB and more.
     device_credit_bytes: int = 512 * MIB
-    device_payload_bytes: int = 32 * MIB
+    device_payload_bytes: int = 64 * MIB
     layers_per_message: int = 0  # 0: as many layers as are ready and fit
     max_queued_messages: int = 64  # per link and direction, of zmq and grpc
     link_timeout: float = 5.0  # for a handshake, and for TCP's acknowledgement

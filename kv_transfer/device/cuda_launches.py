@@ -3,6 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import cycle
 
 import numpy as np
@@ -13,31 +14,52 @@ from kv_transfer.device.cuda_views import map_pinned
 from kv_transfer.device.device_memory import combine_checksums
 
 _MIN_SLOT_WORDS = 4096
-_KEPT_BLOCK_LISTS = 128  # for each stream
+_KEPT_BLOCK_LISTS = 128
+
+
+@dataclass(slots=True)
+class _UploadedNumbers:
+    numbers: torch.Tensor  # int32 [n]
+    uploaded: torch.cuda.Event
+    waiting_streams: set[int]  # places of the streams that wait for the event, or have waited
 
 
 class BlockNumbers:
     """Numbers of blocks in device memory: each list is uploaded once for all layers of a hand-off.
 
-    Kernels that read them in pinned memory took three times as long for one layer.
+    An upload takes longer than a launch. Kernels that read them in pinned memory took three times
+    as long for one layer.
     """
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.stream = stream
-        self._uploaded: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        self._streams = streams
+        self._uploaded: OrderedDict[tuple[int, ...], _UploadedNumbers] = OrderedDict()
 
-    def upload(self, blocks: Sequence[int]) -> torch.Tensor:
-        """The numbers as int32 [n], for launches on the stream."""
+    def upload(self, blocks: Sequence[int], place: int) -> torch.Tensor:
+        """The numbers as int32 [n], for launches on the stream at this place.
+
+        Keep the tensor until the last of these launches has ended.
+        """
         key = tuple(blocks)
-        numbers = self._uploaded.get(key)
-        if numbers is None:
-            host = torch.tensor(key, dtype=torch.int32).pin_memory()
-            with torch.cuda.stream(self.stream):
-                numbers = self._uploaded[key] = host.to("cuda", non_blocking=True)
+        found = self._uploaded.get(key)
+        if found is None:
+            found = self._uploaded[key] = self._begin_upload(key, place)
             if len(self._uploaded) > _KEPT_BLOCK_LISTS:
                 self._uploaded.popitem(last=False)
-        self._uploaded.move_to_end(key)
-        return numbers
+        else:
+            self._uploaded.move_to_end(key)
+        if place not in found.waiting_streams:
+            self._streams[place].wait_event(found.uploaded)
+            found.waiting_streams.add(place)
+        return found.numbers
+
+    def _begin_upload(self, blocks: tuple[int, ...], place: int) -> _UploadedNumbers:
+        host = torch.tensor(blocks, dtype=torch.int32).pin_memory()
+        with torch.cuda.stream(self._streams[place]):
+            numbers = host.to("cuda", non_blocking=True)
+            uploaded = torch.cuda.Event()
+            uploaded.record()
+        return _UploadedNumbers(numbers, uploaded, {place})
 
 
 class LaunchQueue:
@@ -46,10 +68,11 @@ class LaunchQueue:
     def __init__(self, name: str, streams: Sequence[torch.cuda.Stream]) -> None:
         self.streams = streams
         self.ends = CompletionThread(name)
-        self._turns = cycle([BlockNumbers(stream) for stream in streams])
+        self.block_numbers = BlockNumbers(streams)
+        self._turns = cycle(range(len(streams)))
 
-    def next_stream(self) -> BlockNumbers:
-        """The stream of the next launch, with the numbers that it has."""
+    def next_stream(self) -> int:
+        """The place of the stream of the next launch."""
         return next(self._turns)
 
 

@@ -256,30 +256,35 @@ class CudaMemory:
         parts, count = count_checksum_parts(words), len(source)
         slot = self._slots.take(count, parts)
         first_word = slab_range.first_layer * self._slab_words
-        numbers = queue.next_stream()
-        with torch.cuda.device(self._device), torch.cuda.stream(numbers.stream):
-            launch_slab_move(
-                SlabPlaces(self._words, self._block_words, first_word),
-                places,
-                numbers.upload(source),
-                numbers.upload(target),
-                words,
-                slot.view_parts(count, parts),
-            )
-            if flipped_word is not None and places is not None:
-                places.words[flipped_word].bitwise_xor_(1)
-            ended = torch.cuda.Event(blocking=True)
-            ended.record()
-        queue.ends.put(self._waiter(ended, slot, count, parts, on_done))
+        place = queue.next_stream()
+        with torch.cuda.device(self._device):
+            source_numbers = queue.block_numbers.upload(source, place)
+            target_numbers = queue.block_numbers.upload(target, place)
+            with torch.cuda.stream(queue.streams[place]):
+                launch_slab_move(
+                    SlabPlaces(self._words, self._block_words, first_word),
+                    places,
+                    source_numbers,
+                    target_numbers,
+                    words,
+                    slot.view_parts(count, parts),
+                )
+                if flipped_word is not None and places is not None:
+                    places.words[flipped_word].bitwise_xor_(1)
+                ended = torch.cuda.Event()
+                ended.record()
+        queue.ends.put(self._waiter(ended, slot, (source_numbers, target_numbers), parts, on_done))
 
     def _waiter(
         self,
         ended: torch.cuda.Event,
         slot: LaunchSlot,
-        count: int,
+        numbers: tuple[torch.Tensor, torch.Tensor],
         parts: int,
         on_done: OnChecksum,
     ) -> Callable[[], None]:
+        """Waits for a launch, for which it keeps the numbers of blocks."""
+
         def wait() -> None:
             try:
                 with _device_errors():
@@ -287,7 +292,7 @@ class CudaMemory:
             except DeviceFailed as error:
                 on_done(error)  # the slot may still be written
                 return
-            checksum = slot.read_checksum(count, parts)
+            checksum = slot.read_checksum(len(numbers[0]), parts)
             self._slots.give_back(slot)
             on_done(checksum)
 

@@ -31,6 +31,7 @@ from baton.network.bind_policy import get_endpoint_host, require_key_unless_loop
 from baton.process import log
 from baton.process.clock import monotonic_clock
 from baton.process.entry import run_process
+from baton.process.runtime import freeze_startup_objects, shorten_switch_interval_for_gpu
 from baton.process.startup import STARTUP
 from baton.shared_memory import segment as segments
 from baton.structured_output.tokenizer_file import find_tokenizer_file
@@ -135,6 +136,9 @@ async def run_node(
         node = assemble_node(
             config, role, name, engine, arena, scheduler, constraints, files, factories
         )
+        freeze_startup_objects()
+        if device == "cuda":
+            shorten_switch_interval_for_gpu()
         await node.run(stop)
 
 
@@ -308,10 +312,11 @@ def create_arena(
     if device == "cpu":
         return create_host_arena(config, engine, limits)
     from node_engine.model.gpu.decode_graphs import list_buckets  # imports triton
-    from node_engine.model.gpu.layer_graphs import TOKEN_BUCKETS
+    from node_engine.model.gpu.layer_graphs import list_token_buckets
     from node_engine.model.gpu.memory_profile import profile_device_memory
 
-    num_graphs = len(list_buckets(limits.max_num_seqs)) + len(TOKEN_BUCKETS)
+    num_graphs = len(list_buckets(limits.max_num_seqs))
+    num_graphs += len(list_token_buckets(limits.max_batched_tokens))
     with node_failed_at_device_loss():
         memory = profile_device_memory(engine, limits, num_graphs)
     return create_host_arena(config, engine, limits, memory)

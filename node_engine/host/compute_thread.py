@@ -10,10 +10,11 @@ reused since. Block pool, scheduler, engine and cache belong to the node and do 
 role.
 """
 
+import math
 import os
 import queue
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -41,6 +42,9 @@ from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_connector import PublicationEnded
 
 T = TypeVar("T")
+# Items of the inbox are handled between two steps for as long as the last step took, and for so
+# many seconds at least. Many requests that arrive together do not stop those that decode.
+_MIN_INBOX_SECONDS = 0.002
 
 
 def exit_process(error: BaseException) -> None:
@@ -129,6 +133,8 @@ class ComputeThread:
         self._log = log.get_logger("compute")
         self._device_time = DeviceTime()
         self._idle_callbacks: list[Callable[[], None]] = []
+        self._pending_items: deque[NodeCommand | object] = deque()  # taken from the inbox
+        self._last_step_seconds = 0.0
         self._last_progress_at: float | None = None  # clock time; None while there is no work
 
     def start(self, role: RolePolicy) -> None:
@@ -193,7 +199,10 @@ class ComputeThread:
         )
 
     def _handle_inbox(self, *, wait: bool) -> bool:
-        """Handle the items that have arrived; returns False if the thread must end."""
+        """Handle the items that have arrived; returns False if the thread must end.
+
+        Without `wait` there is a step to run: items that take too long are left for the next call.
+        """
         assert self._role is not None
         self.scheduler_load = self._context.scheduler.capacity.get_load()
         if wait:
@@ -202,10 +211,11 @@ class ComputeThread:
                 callbacks, self._idle_callbacks = self._idle_callbacks, []
                 for callback in callbacks:
                     callback()
-        items = self._inbox.drain(wait=wait)
-        self._last_progress_at = self._clock()
-        for item in items:
-            match item:
+        self._pending_items.extend(self._inbox.drain(wait=wait and not self._pending_items))
+        self._last_progress_at = started = self._clock()
+        budget = math.inf if wait else max(_MIN_INBOX_SECONDS, self._last_step_seconds)
+        while self._pending_items and self._clock() - started < budget:
+            match item := self._pending_items.popleft():
                 case StopCompute():
                     return False
                 case CallWhenIdle(callback):
@@ -244,7 +254,7 @@ class ComputeThread:
             self._role.on_step_failed(batch, error)
             return
         ended = self._clock()
-        seconds = ended - started
+        self._last_step_seconds = seconds = ended - started
         computed = batch.without_deferred(results)
         self.work_meter.add_step(computed, started, ended)
         self._charge_device_time(computed, seconds + drafting_seconds)

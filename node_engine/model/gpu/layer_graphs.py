@@ -17,8 +17,17 @@ from node_engine.model.gpu.graph_capture import (
     capture_graphs,
 )
 
-# Beyond the last one, a step takes the GPU longer than its launches take the host.
-TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+# Up to 512 tokens a step is bound by its launches. A larger one is not, but launching it kernel by
+# kernel would keep Python's lock from the threads that hand its layers over; products of 128 more
+# rows take hardly longer. Chunks of long prompts have the largest sizes exactly.
+_SMALL_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+TOKEN_BUCKETS = (*_SMALL_BUCKETS, *range(640, 2049, 128), 2560, 3072, 3584, 4096)
+_MAX_PADDING = 128  # rows
+
+
+def list_token_buckets(max_tokens: int) -> list[int]:
+    """The buckets of steps of up to so many tokens."""
+    return [size for size in TOKEN_BUCKETS if size <= max_tokens]
 
 
 class LayerGraphs:
@@ -41,8 +50,9 @@ class BucketedLayerGraphs:
         self._buckets: dict[int, LayerGraphs] = {}
 
     def find_bucket(self, tokens: int) -> int | None:
-        """The smallest bucket for so many tokens; None if there is none."""
-        return min((bucket for bucket in self._buckets if bucket >= tokens), default=None)
+        """The smallest bucket for so many tokens; None if there is none without much padding."""
+        fitting = (size for size in self._buckets if tokens <= size <= tokens + _MAX_PADDING)
+        return min(fitting, default=None)
 
     def get_graphs(self, bucket: int) -> LayerGraphs:
         return self._buckets[bucket]
@@ -86,7 +96,9 @@ def capture_layer_graphs(
     model: FusedTransformer, cache: PagedCache, max_tokens: int, is_wanted: Callable[[], bool]
 ) -> BucketedLayerGraphs | None:
     """Capture steps of up to `max_tokens` tokens; see `capture_graphs`."""
-    buckets = [size for size in TOKEN_BUCKETS if size <= max_tokens]
     return capture_graphs(
-        lambda: BucketedLayerGraphs(model, cache), "prefill steps", buckets, is_wanted
+        lambda: BucketedLayerGraphs(model, cache),
+        "prefill steps",
+        list_token_buckets(max_tokens),
+        is_wanted,
     )

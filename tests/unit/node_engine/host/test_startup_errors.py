@@ -148,13 +148,13 @@ def test_arena_of_a_gpu_is_sized_by_its_profile(
     monkeypatch.setattr("node_engine.model.gpu.memory_profile.profile_device_memory", profile)
     config = Config(kv_memory="0.015625", segment_dir=str(tmp_path))
     from node_engine.model.gpu.decode_graphs import list_buckets
-    from node_engine.model.gpu.layer_graphs import TOKEN_BUCKETS
+    from node_engine.model.gpu.layer_graphs import list_token_buckets
 
     limits, engine = StepLimits(4, 64), PacedEngine(ZERO_COSTS)
     arena = create_arena(config, "cuda", limits, engine)
     try:
         assert arena.num_blocks == (32 << 20) // engine.layout.block_bytes
-        assert profiled == [(limits, len(list_buckets(4)) + len(TOKEN_BUCKETS))]
+        assert profiled == [(limits, len(list_buckets(4)) + len(list_token_buckets(64)))]
     finally:
         arena.close()
 
