@@ -5,10 +5,10 @@ import shutil
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -21,6 +21,7 @@ from baton.config.settings import Config
 from benchmarks.clusters.random_models import ModelShape, build_random_model
 
 START_TIMEOUT = 120.0  # seconds
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -87,3 +88,27 @@ async def serve_model_folder(
             console.print(f"the logs of the cluster are in {logs.folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@asynccontextmanager
+async def entered_together(*managers: AbstractAsyncContextManager[T]) -> AsyncIterator[list[T]]:
+    """Enter managers at the same time, because clusters start slowly; the value has their values.
+
+    Raises what they raise, in an ExceptionGroup.
+    """
+    is_over = asyncio.Event()
+
+    async def hold(manager: AbstractAsyncContextManager[T], entered: asyncio.Future[T]) -> None:
+        async with manager as value:
+            entered.set_result(value)
+            await is_over.wait()
+
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as group:
+        entered: list[asyncio.Future[T]] = [loop.create_future() for _ in managers]
+        for manager, future in zip(managers, entered, strict=True):
+            group.create_task(hold(manager, future))
+        try:
+            yield [await future for future in entered]
+        finally:
+            is_over.set()

@@ -31,7 +31,7 @@ from baton.config.pool_config import NO_POOL
 from baton.errors import NodeFailed
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
 from benchmarks.clusters.llama_folders import LLAMA_CONFIGS, write_llama_folder
-from benchmarks.clusters.local_cluster import serve_model_folder
+from benchmarks.clusters.local_cluster import entered_together, serve_model_folder
 from benchmarks.figures.percentiles import percentile
 
 _OUTPUT_TOKENS = 16  # enough that prefill has reported the hand-off before the answer ends
@@ -68,10 +68,10 @@ async def measure(
     }
     split_nodes: dict[str, Any] = {"mode": "disaggregated", "prefill": 1, "decode": 1}
     one_node: dict[str, Any] = {"mode": "colocated", "prefill": 0, "decode": 1}
-    async with (
-        serve_model_folder(console, folder, **settings, **split_nodes) as split,
-        serve_model_folder(console, folder, **settings, **one_node) as colocated,
-    ):
+    async with entered_together(
+        serve_model_folder(console, folder, **settings, **split_nodes),
+        serve_model_folder(console, folder, **settings, **one_node),
+    ) as (split, colocated):
         return [
             await _measure_prompts(split, colocated, tokens, options.requests) for tokens in prompts
         ]

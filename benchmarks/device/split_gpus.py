@@ -31,6 +31,7 @@ from rich.table import Table
 
 from baton.slo import Slo
 from benchmarks.clusters.llama_folders import LLAMA_CONFIGS, write_llama_folder
+from benchmarks.clusters.local_cluster import entered_together
 from benchmarks.device.prefill_interference import (
     InterferenceFigures,
     InterferenceLoad,
@@ -154,8 +155,7 @@ class SplitGpusRun:
             start_timeout=self.seconds_left,
         )
         started = time.perf_counter()
-        # In turns: each plans its memory by what is free.
-        urls = [await stack.enter_async_context(one) for one in (split, colocated)]
+        urls = await stack.enter_async_context(entered_together(split, colocated))
         _report(f"both clusters answer after {time.perf_counter() - started:.0f} s")
         return {
             name: await self._make_client(url)
