@@ -236,7 +236,7 @@ class DecodeRole(BaseRole):
         self._reporter.report_reserved(work.key, ticket, held_tokens)
 
     def _build_ticket(self, ticket_id: TicketId, sequence: Sequence, writer: PeerAddress) -> Ticket:
-        incarnation = self._reporter.incarnation
+        incarnation, block_bytes = self._reporter.incarnation, self._layout.block_bytes
         own_address = PeerAddress(
             self._context.name, incarnation, self._context.host_id, self._plane.endpoint
         )
@@ -246,9 +246,7 @@ class DecodeRole(BaseRole):
             decode_peer=own_address,
             writer_incarnation=writer.incarnation,
             first_block=len(sequence.block_table),
-            block_offsets=tuple(
-                block * self._layout.block_bytes for block in sequence.reserved_blocks
-            ),
+            block_offsets=tuple(block * block_bytes for block in sequence.reserved_blocks),
             num_tokens=sequence.context_len,
             ttl_seconds=self._context.config.ticket_ttl,
             transport=self._plane.choose_transport(writer.host_id, writer.transfer_endpoint),

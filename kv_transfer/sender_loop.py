@@ -17,7 +17,7 @@ from baton.types import AttemptKey, Incarnation, Ticket, TicketId
 from kv_transfer.arena.slab_copier import flip_first_bit
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
-from kv_transfer.core.events import LayerLanded, OutboundAborted, OutboundCommitted, OutboundEvent
+from kv_transfer.core.events import OutboundAborted, OutboundCommitted, OutboundEvent
 from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
 from kv_transfer.core.layer_groups import BusyPeriod, LinkCost, LinkCostEstimator
 from kv_transfer.core.outbound_handoff import TERMINAL_STATES, OutboundHandoff, OutboundOutput
@@ -339,8 +339,6 @@ class SenderLoop:
                     self._send_seal(handoff, output)
                 case frames.Frame():
                     self._send(handoff, output)
-                case LayerLanded():
-                    self._emit(output)
                 case OutboundCommitted() | OutboundAborted():
                     self._finish_handoff(handoff, output)
                 case _:

@@ -34,7 +34,6 @@ from baton.process.failpoints import FAILPOINTS, failpoint
 from baton.types import AttemptKey, AttemptSpec, BlockIndex, Incarnation
 from kv_transfer.plane import (
     HandoffStats,
-    LayerLanded,
     OutboundAborted,
     OutboundCommitted,
     OutboundPlane,
@@ -133,7 +132,7 @@ class PrefillRole(BaseRole):
                 self._on_committed(key, report)
             case OutboundAborted(key, error):
                 self._on_aborted(key, error)
-            case PeerLostNotice() | LayerLanded():
+            case PeerLostNotice():
                 pass
             case _:
                 raise TypeError(f"a prefill node cannot handle {item!r}")

@@ -72,16 +72,6 @@ InboundEvent = InboundStarted | InboundSealed | InboundLost | InboundFenced
 
 
 @dataclass(frozen=True, slots=True)
-class LayerLanded:
-    """Decode has acknowledged one layer of blocks [first_block, end_block) of the hand-off."""
-
-    key: AttemptKey
-    layer: int
-    first_block: int
-    end_block: int
-
-
-@dataclass(frozen=True, slots=True)
 class OutboundCommitted:
     """Decode has committed. The plane no longer reads the source blocks."""
 
@@ -99,4 +89,4 @@ class OutboundAborted:
     error: BatonError
 
 
-OutboundEvent = LayerLanded | OutboundCommitted | OutboundAborted
+OutboundEvent = OutboundCommitted | OutboundAborted

@@ -29,7 +29,6 @@ from baton.types import AttemptKey, Incarnation, Ticket
 from kv_transfer.core import frames
 from kv_transfer.core.events import (
     HandoffStats,
-    LayerLanded,
     OutboundAborted,
     OutboundCommitted,
     OutboundEvent,
@@ -42,7 +41,7 @@ from kv_transfer.core.send_queue import (
     SendSettings,
     split_next_write,
 )
-from kv_transfer.core.slabs import SlabGrid, SlabRange, extend_manifest_digest, split_by_layer
+from kv_transfer.core.slabs import SlabGrid, SlabRange, extend_manifest_digest
 from kv_transfer.core.writer_lock import NoLock, WriterLock
 
 
@@ -284,10 +283,7 @@ class OutboundHandoff:
         self.landed_slabs |= bits
         self.unacked_bytes -= slab_range.num_slabs * self.shape.slab_bytes
         self.last_progress_at = self.last_landed_at = now
-        return [
-            LayerLanded(self.key, part.first_layer, part.first_block, part.end_block)
-            for part in split_by_layer(slab_range)
-        ]
+        return []
 
     def _on_committed(self, now: float) -> list[OutboundOutput]:
         self.state = OutboundState.COMMITTED

@@ -1,7 +1,6 @@
 """Sets of slabs. A slab is one layer of one logical block; a hand-off is a grid of slabs."""
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import xxhash
@@ -69,12 +68,6 @@ class SlabGrid:
         for layer in range(slab_range.first_layer, slab_range.end_layer):
             bits |= row << (layer * self.num_blocks + slab_range.first_block - self.first_block)
         return bits
-
-
-def split_by_layer(slab_range: SlabRange) -> Iterator[SlabRange]:
-    """Split a slab range into one range for each of its layers."""
-    for layer in range(slab_range.first_layer, slab_range.end_layer):
-        yield SlabRange(layer, 1, slab_range.first_block, slab_range.num_blocks)
 
 
 def extend_manifest_digest(digest: int, slab_range: SlabRange, checksum: int) -> int:

@@ -73,10 +73,9 @@ class DevicePeers:
         if not self._device.writer_name:
             raise UnmappableSegment("the end of this process could not be proven: see its log")
         peer = self._peers.get(segment.name) or self._open(segment.name)
+        block_bytes, end = self._layout.block_bytes, peer.num_blocks * self._layout.block_bytes
         if not all(
-            offset % self._layout.block_bytes == 0
-            and 0 <= offset // self._layout.block_bytes < peer.num_blocks
-            for offset in ticket.block_offsets
+            offset % block_bytes == 0 and 0 <= offset < end for offset in ticket.block_offsets
         ):
             raise UnmappableSegment(
                 f"segment {segment.name} has no such blocks as ticket {ticket.id} names"

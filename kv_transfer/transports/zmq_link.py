@@ -94,6 +94,8 @@ class ZmqWriterLink:
         return True
 
     def receive(self) -> bytes | None:
+        if not _is_readable(self._socket):
+            return None
         try:
             parts = self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -101,7 +103,7 @@ class ZmqWriterLink:
         return parts[0]
 
     def get_loss(self) -> LinkLoss | None:
-        while self._loss is None and self._monitor.poll(0):
+        while self._loss is None and _is_readable(self._monitor):
             self._on_monitor_event(recv_monitor_message(self._monitor)["event"])
         return self._loss
 
@@ -136,6 +138,12 @@ class ZmqWriterLink:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
+
+
+def _is_readable(socket: ZmqSocket) -> bool:
+    """Whether a message is there. A tenth of the cost of `poll` and of an exception of `recv`."""
+    events: int = socket.getsockopt(zmq.EVENTS)  # type: ignore[assignment]
+    return bool(events & zmq.POLLIN)
 
 
 class ZmqDialer:
@@ -196,6 +204,8 @@ class ZmqDecodeLink:
 
     def receive(self) -> LinkMessage | None:
         self._serve_authentication()
+        if not _is_readable(self._socket):
+            return None
         try:
             # A DEALER sends at least one part.
             route, header, *payload_frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -217,12 +227,12 @@ class ZmqDecodeLink:
         """Tell libzmq which client keys to accept (ZAP), and count failed handshakes.
 
         libzmq accepts connections without bound, so the guard checks their number at each one."""
-        while self._monitor.poll(0):
+        while _is_readable(self._monitor):
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_ACCEPTED:
                 self._guard.check_soon()
             else:
                 self._counters["auth_failures"] += 1
-        while self._zap.poll(0):
+        while _is_readable(self._zap):
             version, request_id, *_, credentials = self._zap.recv_multipart()
             allowed = credentials == z85.decode(self._keys.writer.public)
             status = (

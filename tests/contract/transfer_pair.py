@@ -42,7 +42,6 @@ from kv_transfer.plane import (
     InboundPlane,
     InboundSealed,
     InboundStarted,
-    LayerLanded,
     OutboundAborted,
     OutboundCommitted,
     OutboundPlane,
@@ -64,7 +63,7 @@ FAST_SETTINGS = TransferSettings(
 TIMEOUT_SECONDS = 30.0  # only a failing test waits this long
 POISON_BYTE = 0xA5
 SEAL_INFO = SealInfo((17,), TokenLogprobs(-0.5, ((17, -0.5), (3, -1.25))))
-_SKIPPED_EVENTS = (LayerLanded, InboundStarted)
+_SKIPPED_EVENTS = (InboundStarted,)
 
 E = TypeVar("E")
 
@@ -93,7 +92,7 @@ class EventQueue(queue.SimpleQueue[object]):
     def expect_event(self, kind: type[E]) -> E:
         """The next event, which must be of this kind.
 
-        LayerLanded and InboundStarted are skipped unless they are expected."""
+        InboundStarted is skipped unless it is expected."""
         while True:
             event = self.get(timeout=TIMEOUT_SECONDS)
             if isinstance(event, kind):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from baton.kv.blocks import KVLayout
 from kv_transfer.arena.arena_slabs import ArenaSlabs
-from kv_transfer.core.slabs import SlabGrid, SlabRange, extend_manifest_digest, split_by_layer
+from kv_transfer.core.slabs import SlabGrid, SlabRange, extend_manifest_digest
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=4, block_size=2, dtype="bfloat16")
 
@@ -38,8 +38,8 @@ def test_bitmasks_behave_as_sets_of_slabs(first: SlabRange, other: SlabRange) ->
         assert grid.bitmask(first).bit_count() == first.num_slabs
         assert grid.bitmask(first) | grid.full_mask == grid.full_mask
         layers = 0
-        for layer in split_by_layer(first):
-            layers |= grid.bitmask(layer)
+        for layer in range(first.first_layer, first.end_layer):
+            layers |= grid.bitmask(SlabRange(layer, 1, first.first_block, first.num_blocks))
         assert layers == grid.bitmask(first)
 
 

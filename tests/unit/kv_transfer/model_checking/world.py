@@ -309,7 +309,7 @@ class HandoffWorld(WorldFaults):
                             self._deliver_frame_to_decode(writer, sent)
                         else:
                             self.frames_to_decode[writer] += (sent,)
-                case IgnoredInput() | events.LayerLanded():
+                case IgnoredInput():
                     pass
         if is_over:
             self.announced_steps[writer] = len(self._announce_steps())
