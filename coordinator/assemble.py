@@ -20,7 +20,7 @@ from baton.models.generation_defaults import GenerationDefaults, load_generation
 from baton.network.bind_policy import check_coordinator_binds
 from baton.process import log
 from baton.process.descriptors import get_descriptor_limit
-from baton.process.runtime import freeze_startup_objects
+from baton.process.runtime import prepare_to_serve
 from baton.process.startup import STARTUP
 from baton.structured_output.tokenizer_file import find_tokenizer_file
 from coordinator.core.membership.join_checks import ServedModel
@@ -194,7 +194,7 @@ class Coordinator:
                 self._config.model, self._config.engine, self._text_workers
             )
         )
-        freeze_startup_objects()
+        prepare_to_serve()
         await self._readiness.run()
 
     async def _drain_requests(self) -> None:

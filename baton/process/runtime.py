@@ -90,18 +90,16 @@ def _report_error(error: BaseException, code: int, *, structured: bool) -> int:
     return code
 
 
-def shorten_switch_interval_for_gpu() -> None:
-    """Let threads that call the driver of a GPU wait less for Python's lock."""
-    sys.setswitchinterval(_GPU_SWITCH_INTERVAL)
+def prepare_to_serve(*, uses_gpu: bool = False) -> None:
+    """Call this when start-up has ended.
 
-
-def freeze_startup_objects() -> None:
-    """Let the garbage collector never look at what was allocated up to now.
-
-    Call it when a process is about to serve: most of these objects live as long as it does, and a
-    full collection that visited them would hold all threads for tens of milliseconds.
+    The garbage collector never looks at what was allocated up to now: most of it lives as long as
+    the process, and a full collection would hold all threads for tens of milliseconds. Threads that
+    call the driver of a GPU wait less for Python's lock.
     """
     gc.freeze()
+    if uses_gpu:
+        sys.setswitchinterval(_GPU_SWITCH_INTERVAL)
 
 
 @contextmanager

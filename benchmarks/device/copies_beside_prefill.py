@@ -87,21 +87,18 @@ def measure(options: argparse.Namespace, folder: Path) -> str:
     model = MeasuredModel(folder, load_model_config(folder), "dummy")
     sizes = EngineSizes(max_model_len=2 * options.tokens, max_num_seqs=8, cache_bytes=4 << 30)
     loaded = LoadedEngine(model, "cuda", sizes)
-    engine = loaded.engine
-    assert isinstance(engine, GpuEngine)
-    layout = engine.layout
-    words = engine.device_arena.view(-1).view(torch.int64)
+    assert isinstance(loaded.engine, GpuEngine)
+    layout = loaded.engine.layout
     size = loaded.num_blocks * layout.block_bytes
     owner = ArenaOwner(1 if torch.cuda.device_count() > 1 else 0, size)
     try:
         peer = view_device_words(CudaWorkDriver(0).open_memory(owner.handle), size)
-        blocks = range(layout.count_blocks(options.tokens))
-        numbers = torch.tensor(list(blocks), dtype=torch.int32, device="cuda")
+        blocks = list(range(layout.count_blocks(options.tokens)))
         callbacks = [
             HandoffLaunches(
-                words,
+                loaded.engine.device_arena.view(-1).view(torch.int64),
                 peer,
-                numbers,
+                torch.tensor(blocks, dtype=torch.int32, device="cuda"),
                 layout.num_layers,
                 layout.slab_bytes // 8,
                 options.group,
@@ -110,22 +107,29 @@ def measure(options: argparse.Namespace, folder: Path) -> str:
             )
             for copies in (False, True)
         ]
-        seconds: tuple[list[float], list[float]] = ([], [])
-        for number in range(_WARM_UP + options.rounds):
-            for callback, found in zip(callbacks, seconds, strict=True):
-                chunk = loaded.make_chunk(options.tokens)
-                torch.cuda.synchronize()
-                started = time.perf_counter()
-                engine.run(StepBatch((chunk,)), callback)
-                if number >= _WARM_UP:
-                    found.append(time.perf_counter() - started)
+        alone, beside = time_prompts(loaded, callbacks, options.tokens, options.rounds)
     finally:
         owner.close()
-    alone, beside = map(statistics.median, seconds)
     return (
         f"prompt of {options.tokens} tokens, median of {options.rounds}: {alone * 1e3:.2f} ms"
         f" without copies, {beside * 1e3:.2f} ms with them, {beside / alone:.3f} of it"
     )
+
+
+def time_prompts(
+    loaded: LoadedEngine, callbacks: Sequence[HandoffLaunches], tokens: int, rounds: int
+) -> list[float]:
+    """Median seconds of prompts with each callback, in turns."""
+    seconds: list[list[float]] = [[] for _ in callbacks]
+    for number in range(_WARM_UP + rounds):
+        for callback, found in zip(callbacks, seconds, strict=True):
+            chunk = loaded.make_chunk(tokens)
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            loaded.engine.run(StepBatch((chunk,)), callback)
+            if number >= _WARM_UP:
+                found.append(time.perf_counter() - started)
+    return [statistics.median(found) for found in seconds]
 
 
 def main() -> None:

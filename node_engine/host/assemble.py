@@ -31,7 +31,6 @@ from baton.network.bind_policy import get_endpoint_host, require_key_unless_loop
 from baton.process import log
 from baton.process.clock import monotonic_clock
 from baton.process.entry import run_process
-from baton.process.runtime import freeze_startup_objects, shorten_switch_interval_for_gpu
 from baton.process.startup import STARTUP
 from baton.shared_memory import segment as segments
 from baton.structured_output.tokenizer_file import find_tokenizer_file
@@ -136,9 +135,6 @@ async def run_node(
         node = assemble_node(
             config, role, name, engine, arena, scheduler, constraints, files, factories
         )
-        freeze_startup_objects()
-        if device == "cuda":
-            shorten_switch_interval_for_gpu()
         await node.run(stop)
 
 

@@ -14,6 +14,7 @@ from baton.cluster_link.coordinator_link import CoordinatorLink
 from baton.cluster_link.messages import NodeLeaving
 from baton.network.health_port import HealthPort
 from baton.process import log
+from baton.process.runtime import prepare_to_serve
 from baton.process.startup import STARTUP
 from node_engine.core.node_commands import NodeCommand
 from node_engine.host.cache_memory import CacheMemory
@@ -43,6 +44,7 @@ class NodeRuntime:
         link: CoordinatorLink,
         cache_memory: CacheMemory,
     ) -> None:
+        self._uses_gpu = context.engine.compute_device.device != "cpu"
         self._config = context.config
         self._reporter = context.reporter
         self._inbox = inbox
@@ -54,6 +56,7 @@ class NodeRuntime:
         self._cache_memory = cache_memory
 
     async def run(self, stop: asyncio.Event) -> None:
+        prepare_to_serve(uses_gpu=self._uses_gpu)
         self._compute_thread.start(self._role)
         health = HealthPort(self._config)
         link: asyncio.Task[None] | None = None

@@ -10,6 +10,7 @@ from baton.cluster_link.messages import Heartbeat, NodeLeaving
 from baton.cluster_link.report_types import NodeStats
 from baton.config.settings import Config
 from baton.types import Role
+from node_engine.core.step.engine import ComputeDevice
 from node_engine.host.compute_thread import CallWhenIdle
 from node_engine.host.node_runtime import NodeRuntime, call_on_loop
 
@@ -59,6 +60,7 @@ async def test_link_is_closed_in_order_after_the_last_report(is_idle: bool) -> N
         config=Config(health_port=-1, drain_timeout=60.0 if is_idle else 0.01),
         reporter=SimpleNamespace(incarnation="i"),
         role=Role.DECODE,
+        engine=SimpleNamespace(compute_device=ComputeDevice()),
         start=lambda role: None,
         stop=lambda: None,
         close=lambda: None,
