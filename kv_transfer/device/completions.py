@@ -12,13 +12,20 @@ class CompletionThread:
     """
 
     def __init__(self, name: str) -> None:
+        self._num_queued = self._num_done = 0  # each is written by one thread
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, work: Callable[[], None]) -> None:
-        """Queue work, which must not raise."""
+        """Queue work, which must not raise. Called from one thread."""
+        self._num_queued += 1
         self._work.put(work)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all work that was queued is done. For the thread that queues it."""
+        return self._num_queued == self._num_done
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """Let the thread do what is queued and end; a device that hangs is not waited for."""
@@ -34,4 +41,5 @@ class CompletionThread:
         if work is None:
             return False
         work()
+        self._num_done += 1
         return True

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -19,7 +20,7 @@ from baton.kv.blocks import KVLayout
 from kv_kernels.triton.block_copy import SlabPlaces, count_checksum_parts, launch_slab_move
 from kv_transfer.core.slabs import SlabRange
 from kv_transfer.device.cuda_driver_api import UVM_FILE, CudaDriver, CudaError
-from kv_transfer.device.cuda_launches import LaunchQueue, LaunchSlot, LaunchSlots
+from kv_transfer.device.cuda_launches import LaunchQueue, LaunchSlots
 from kv_transfer.device.cuda_views import map_pinned, view_device_words
 from kv_transfer.device.device_memory import (
     ArenaExport,
@@ -79,6 +80,19 @@ class CudaPeerMemory:
         self._words = self._words[:0]
         if self._mapped:
             self._owner.close_mapping(self._mapped)
+
+
+def _wait_and_finish(
+    ended: torch.cuda.Event, finish: Callable[[], None], on_done: OnChecksum, kept: object
+) -> None:
+    """Wait for the end of a launch, up to which `kept` is kept alive."""
+    try:
+        with _device_errors():
+            ended.synchronize()
+    except DeviceFailed as error:
+        on_done(error)  # what the launch writes is not used again
+        return
+    finish()
 
 
 class CudaMemory:
@@ -273,27 +287,14 @@ class CudaMemory:
                     places.words[flipped_word].bitwise_xor_(1)
                 ended = torch.cuda.Event()
                 ended.record()
-        queue.ends.put(self._waiter(ended, slot, (source_numbers, target_numbers), parts, on_done))
 
-    def _waiter(
-        self,
-        ended: torch.cuda.Event,
-        slot: LaunchSlot,
-        numbers: tuple[torch.Tensor, torch.Tensor],
-        parts: int,
-        on_done: OnChecksum,
-    ) -> Callable[[], None]:
-        """Waits for a launch, for which it keeps the numbers of blocks."""
-
-        def wait() -> None:
-            try:
-                with _device_errors():
-                    ended.synchronize()
-            except DeviceFailed as error:
-                on_done(error)  # the slot may still be written
-                return
-            checksum = slot.read_checksum(len(numbers[0]), parts)
+        def finish() -> None:
+            checksum = slot.read_checksum(count, parts)
             self._slots.give_back(slot)
             on_done(checksum)
 
-        return wait
+        if queue.wait_briefly(ended):
+            finish()
+        else:
+            kept = source_numbers, target_numbers
+            queue.ends.put(partial(_wait_and_finish, ended, finish, on_done, kept))
