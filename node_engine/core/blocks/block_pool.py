@@ -116,9 +116,8 @@ class BlockPool:
         blocks = self._take_free_blocks(count)
         if blocks is None:
             return None
-        for block in blocks:
-            self.ownership.change_state(block, BlockState.FREE, BlockState.IN_USE)
-            self.ownership.add_reference(block, owner)
+        self.ownership.change_states(blocks, BlockState.FREE, BlockState.IN_USE)
+        self.ownership.add_references(blocks, owner)
         return blocks
 
     def share_blocks(self, blocks: Iterable[BlockIndex], owner: str) -> None:

@@ -124,6 +124,35 @@ class BlockOwnership:
         self._counts_by_state[before] -= 1
         self._counts_by_state[after] += 1
 
+    def change_states(
+        self, blocks: Sequence[BlockIndex], before: BlockState, after: BlockState
+    ) -> None:
+        """Change the state of many blocks, each named once, or of none if one is in another."""
+        states = self._states
+        for block in blocks:
+            if states[block] is not before:
+                raise BlockLedgerError(
+                    f"block {block} is {states[block].value}, not {before.value}"
+                )
+        for block in blocks:
+            states[block] = after
+        self._counts_by_state[before] -= len(blocks)
+        self._counts_by_state[after] += len(blocks)
+
+    def add_references(self, blocks: Sequence[BlockIndex], owner: str) -> None:
+        """Add a reference on each of the blocks, of which the owner holds none."""
+        if not blocks:
+            return
+        holding = self._blocks_by_owner.get(owner)
+        if holding is None:
+            holding = self._blocks_by_owner[owner] = _OwnerBlocks(self._clock())
+        before = len(holding.blocks)
+        holding.blocks.update(blocks)
+        if len(holding.blocks) != before + len(blocks):
+            raise BlockLedgerError(f"{owner} already holds one of the blocks {blocks}")
+        for block in blocks:
+            self._ref_counts[block] += 1
+
     def add_reference(self, block: BlockIndex, owner: str) -> None:
         holding = self._blocks_by_owner.get(owner)
         if holding is None:

@@ -60,8 +60,7 @@ class TicketReservations:
         blocks = self._take_free_blocks(count)
         if blocks is None:
             return None
-        for block in blocks:
-            self._ownership.change_state(block, BlockState.FREE, BlockState.RESERVED)
+        self._ownership.change_states(blocks, BlockState.FREE, BlockState.RESERVED)
         self._reservations[ticket] = _TicketReservation(
             owner, blocks, BlockState.RESERVED, self._clock()
         )
@@ -74,8 +73,7 @@ class TicketReservations:
     def commit_ticket(self, ticket: TicketId) -> tuple[BlockIndex, ...]:
         """All KV has landed and the writer is fenced off: the owner gets the blocks."""
         reservation = self._end_reservation(ticket, (BlockState.WRITING,), BlockState.IN_USE)
-        for block in reservation.blocks:
-            self._ownership.add_reference(block, reservation.owner)
+        self._ownership.add_references(reservation.blocks, reservation.owner)
         return reservation.blocks
 
     def release_ticket(self, ticket: TicketId) -> None:
@@ -131,8 +129,7 @@ class TicketReservations:
         if reservation is None or reservation.state not in allowed:
             state = reservation.state.value if reservation else "unknown"
             raise BlockLedgerError(f"ticket {ticket} is {state}: it cannot become {after.value}")
-        for block in reservation.blocks:
-            self._ownership.change_state(block, reservation.state, after)
+        self._ownership.change_states(reservation.blocks, reservation.state, after)
         reservation.state, reservation.since = after, self._clock()
         return reservation
 
