@@ -178,8 +178,10 @@ class SenderLoop:
             self._tick(handoff, self._clock())
         for _ in range(_WRITES_PER_TURN):
             if not any([self._write_next(handoff) for handoff in list(self._handoffs.values())]):
-                return
-        self._has_more_work = True
+                break
+        else:
+            self._has_more_work = True
+        self._writers.pass_on_ends()
 
     def next_deadline(self) -> float:
         if self._has_more_work:

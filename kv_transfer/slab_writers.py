@@ -201,6 +201,11 @@ class SlabWriters:
         path.peer_arena.copier.write_slabs(path.ticket, write.slab_range, payload)
         return WrittenSlabs(checksum, None)
 
+    def pass_on_ends(self) -> None:
+        """Call this when all writes that are ready were started."""
+        if self._device is not None:
+            self._device.pass_on_ends()
+
     def unmap_peer(self, owner: Incarnation) -> None:
         """Unmap the arenas of a peer that is gone."""
         self._arenas.unmap_peer(owner)

@@ -97,6 +97,7 @@ def prepare_to_serve(*, uses_gpu: bool = False) -> None:
     the process, and a full collection would hold all threads for tens of milliseconds. Threads that
     call the driver of a GPU wait less for Python's lock.
     """
+    gc.collect()
     gc.freeze()
     if uses_gpu:
         sys.setswitchinterval(_GPU_SWITCH_INTERVAL)

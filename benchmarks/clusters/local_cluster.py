@@ -94,7 +94,7 @@ async def serve_model_folder(
 async def entered_together(*managers: AbstractAsyncContextManager[T]) -> AsyncIterator[list[T]]:
     """Enter managers at the same time, because clusters start slowly; the value has their values.
 
-    Raises what they raise, in an ExceptionGroup.
+    Raises what they raise, and what is raised while they are entered, in an ExceptionGroup.
     """
     is_over = asyncio.Event()
 

@@ -236,13 +236,11 @@ class SplitGpusRun:
                 )
                 for gpu, chunk in enumerate(chunks)
             ]
-            entered = await asyncio.gather(
-                *(stack.enter_async_context(server) for server in servers)
-            )
+            urls = await stack.enter_async_context(entered_together(*servers))
             _report(f"vLLM answers after {time.perf_counter() - started:.0f} s")
             clients = {
                 f"vLLM, steps of {chunk}": await self._make_client(url)
-                for chunk, url in zip(chunks, entered, strict=True)
+                for chunk, url in zip(chunks, urls, strict=True)
             }
             await self._measure_interference(clients, len(chunks))
 
@@ -327,6 +325,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
+    if unknown := set(options.parts.split(",")) - set(PARTS):
+        raise SystemExit(f"--parts {','.join(unknown)}: the parts are {', '.join(PARTS)}")
     with TemporaryDirectory(prefix="baton-bench-split-") as scratch:
         folder = write_llama_folder(Path(scratch, "model"), LLAMA_CONFIGS[options.model])
         run = SplitGpusRun(options, MeasuredModel(folder, load_model_config(folder), "dummy"))

@@ -13,6 +13,7 @@ UVM_FILE = "/dev/nvidia-uvm"
 _LIBRARY = "libcuda.so.1"
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _NON_BLOCKING_STREAM = 1
+_PEER_ACCESS_ALREADY_ENABLED = 704  # CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 
 
 class CudaError(Exception):
@@ -57,14 +58,34 @@ class CudaDriver:
         """Whether kernels of this device may write to the memory of the device with that id."""
         if uuid == self.device_uuid():
             return True
+        other, allowed = self._find_device(uuid), c_int()
+        if other is not None:
+            self.call_driver("cuDeviceCanAccessPeer", byref(allowed), self._device, other)
+        return bool(allowed.value)
+
+    def _find_device(self, uuid: str) -> c_int | None:
         for index in range(self.count_devices()):
-            other, allowed, other_uuid = c_int(), c_int(), (c_char * 16)()
-            self.call_driver("cuDeviceGet", byref(other), c_int(index))
-            self.call_driver("cuDeviceGetUuid_v2", byref(other_uuid), other)
-            if bytes(other_uuid).hex() == uuid:
-                self.call_driver("cuDeviceCanAccessPeer", byref(allowed), self._device, other)
-                return bool(allowed.value)
-        return False
+            found, found_uuid = c_int(), (c_char * 16)()
+            self.call_driver("cuDeviceGet", byref(found), c_int(index))
+            self.call_driver("cuDeviceGetUuid_v2", byref(found_uuid), found)
+            if bytes(found_uuid).hex() == uuid:
+                return found
+        return None
+
+    def enable_peer_access(self, uuid: str) -> None:
+        """Let kernels of this device use memory of this process on the device with that id.
+
+        Memory of another process needs no such call: opening it is enough.
+        """
+        other = self._find_device(uuid)
+        if other is None or uuid == self.device_uuid():
+            return
+        peer = c_void_p()
+        self.call_driver("cuDevicePrimaryCtxRetain", byref(peer), other)
+        self.make_current()
+        code = int(self._library.cuCtxEnablePeerAccess(peer, c_uint(0)))
+        if code not in (0, _PEER_ACCESS_ALREADY_ENABLED):
+            raise self._describe_error("cuCtxEnablePeerAccess", code)
 
     # memory, own and of other processes
 
@@ -99,9 +120,12 @@ class CudaDriver:
         """Raises CudaError."""
         code = int(getattr(self._library, name)(*arguments))
         if code:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorName(c_int(code), byref(text))
-            raise CudaError(f"{name}: {(text.value or b'').decode() or code}")
+            raise self._describe_error(name, code)
+
+    def _describe_error(self, name: str, code: int) -> CudaError:
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorName(c_int(code), byref(text))
+        return CudaError(f"{name}: {(text.value or b'').decode() or code}")
 
 
 class CudaWorkDriver(CudaDriver):

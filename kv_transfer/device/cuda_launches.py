@@ -1,8 +1,9 @@
 """What launches of the slab kernel need: streams, numbers of blocks, and memory for checksums."""
 
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -17,14 +18,14 @@ from kv_transfer.device.device_memory import combine_checksums
 _MIN_SLOT_WORDS = 4096
 _KEPT_BLOCK_LISTS = 128
 _BRIEF_SECONDS = 0.0005  # a copy of 64 MiB takes half of it
-_LAUNCHES_AFTER_LONG_ONE = 32  # that are not waited for on the launching thread
+_TURNS_AFTER_LONG_LAUNCH = 32  # in which launches are not waited for
 
 
 @dataclass(slots=True)
 class _UploadedNumbers:
     numbers: torch.Tensor  # int32 [n]
     uploaded: torch.cuda.Event
-    waiting_streams: set[int]  # places of the streams that wait for the event, or have waited
+    waiting_streams: set[int]  # indices of streams that wait for the event, or have waited
 
 
 class BlockNumbers:
@@ -38,65 +39,107 @@ class BlockNumbers:
         self._streams = streams
         self._uploaded: OrderedDict[tuple[int, ...], _UploadedNumbers] = OrderedDict()
 
-    def upload(self, blocks: Sequence[int], place: int) -> torch.Tensor:
-        """The numbers as int32 [n], for launches on the stream at this place.
+    def upload(self, blocks: Sequence[int], stream_index: int) -> torch.Tensor:
+        """The numbers as int32 [n], for launches on one of the streams.
 
         Keep the tensor until the last of these launches has ended.
         """
         key = tuple(blocks)
         found = self._uploaded.get(key)
         if found is None:
-            found = self._uploaded[key] = self._begin_upload(key, place)
+            found = self._uploaded[key] = self._begin_upload(key, stream_index)
             if len(self._uploaded) > _KEPT_BLOCK_LISTS:
                 self._uploaded.popitem(last=False)
         else:
             self._uploaded.move_to_end(key)
-        if place not in found.waiting_streams:
-            self._streams[place].wait_event(found.uploaded)
-            found.waiting_streams.add(place)
+        if stream_index not in found.waiting_streams:
+            self._streams[stream_index].wait_event(found.uploaded)
+            found.waiting_streams.add(stream_index)
         return found.numbers
 
-    def _begin_upload(self, blocks: tuple[int, ...], place: int) -> _UploadedNumbers:
+    def _begin_upload(self, blocks: tuple[int, ...], stream_index: int) -> _UploadedNumbers:
         host = torch.tensor(blocks, dtype=torch.int32).pin_memory()
-        with torch.cuda.stream(self._streams[place]):
-            numbers = host.to("cuda", non_blocking=True)
+        stream = self._streams[stream_index]
+        with torch.cuda.stream(stream):
+            numbers = host.to(stream.device, non_blocking=True)
             uploaded = torch.cuda.Event()
             uploaded.record()
-        return _UploadedNumbers(numbers, uploaded, {place})
+        return _UploadedNumbers(numbers, uploaded, {stream_index})
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedLaunch:
+    """A launch that the device computes."""
+
+    ended: torch.cuda.Event
+    finish: Callable[[], None]  # passes its result on; it must not raise
+    on_failed: Callable[[RuntimeError], None]  # passes on that the device has failed
+    kept: object  # what the launch reads, kept alive until it has ended
+
+    def wait_and_finish(self) -> None:
+        try:
+            self.ended.synchronize()
+        except RuntimeError as error:
+            self.on_failed(error)
+            return
+        self.finish()
 
 
 class LaunchQueue:
-    """Streams that are used in turn, and the thread that waits for what they do, in its order."""
+    """Streams that are used in turn, and who waits for the ends of launches, in their order.
+
+    That is the thread that launches, for launches which end shortly, and else a thread of the
+    queue. For it, two threads have to wake each other, which takes longer than most launches.
+    """
 
     def __init__(self, name: str, streams: Sequence[torch.cuda.Stream]) -> None:
         self.streams = streams
-        self.ends = CompletionThread(name)
         self.block_numbers = BlockNumbers(streams)
-        self._turns = cycle(range(len(streams)))
-        self._launches_to_skip = 0
+        self._ends = CompletionThread(name)
+        self._stream_indices = cycle(range(len(streams)))
+        self._recent: deque[QueuedLaunch] = deque()
+        self._turns_to_skip = 0
 
     def next_stream(self) -> int:
-        """The place of the stream of the next launch."""
-        return next(self._turns)
+        """The index of the stream of the next launch."""
+        return next(self._stream_indices)
 
-    def wait_briefly(self, ended: torch.cuda.Event) -> bool:
-        """Wait for the last launch on the thread that has launched it; False if it takes long.
+    def add_launch(self, launch: QueuedLaunch) -> None:
+        """`pass_on_ends` must follow."""
+        self._recent.append(launch)
 
-        Two threads would wake each other otherwise, which takes longer than most launches. Where a
-        launch took long, because others use the GPU, later ones are left to the other thread for a
-        while. So are those behind a launch that is left to it: they end in their order.
+    def pass_on_ends(self) -> None:
+        """Pass on the results of what was launched: those of short launches now.
+
+        After a launch that took long, because others use the device, the thread waits for all
+        launches of the next turns.
         """
-        if not self.ends.is_idle:
-            return False
-        if self._launches_to_skip:
-            self._launches_to_skip -= 1
-            return False
+        if self._turns_to_skip:
+            self._turns_to_skip -= bool(self._recent)
+        elif self._ends.is_idle:
+            self._finish_short_launches()
+        while self._recent:
+            self._ends.put(self._recent.popleft().wait_and_finish)
+
+    def _finish_short_launches(self) -> None:
         deadline = monotonic_clock() + _BRIEF_SECONDS
-        while not ended.query():
-            if monotonic_clock() >= deadline:
-                self._launches_to_skip = _LAUNCHES_AFTER_LONG_ONE
-                return False
-        return True
+        while self._recent:
+            try:
+                has_ended = self._recent[0].ended.query()
+            except RuntimeError:
+                return  # the thread finds out why
+            if has_ended:
+                self._recent.popleft().finish()
+            elif monotonic_clock() >= deadline:
+                self._turns_to_skip = _TURNS_AFTER_LONG_LAUNCH
+                return
+            else:
+                time.sleep(0)  # a query keeps Python's lock
+
+    def close(self) -> None:
+        """Pass on the results of all launches and end the thread."""
+        self.pass_on_ends()
+        self._ends.close()
 
 
 class LaunchSlot:

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -20,7 +19,7 @@ from baton.kv.blocks import KVLayout
 from kv_kernels.triton.block_copy import SlabPlaces, count_checksum_parts, launch_slab_move
 from kv_transfer.core.slabs import SlabRange
 from kv_transfer.device.cuda_driver_api import UVM_FILE, CudaDriver, CudaError
-from kv_transfer.device.cuda_launches import LaunchQueue, LaunchSlots
+from kv_transfer.device.cuda_launches import LaunchQueue, LaunchSlots, QueuedLaunch
 from kv_transfer.device.cuda_views import map_pinned, view_device_words
 from kv_transfer.device.device_memory import (
     ArenaExport,
@@ -38,11 +37,18 @@ _COPY_STREAMS = 4
 
 @contextmanager
 def _device_errors() -> Iterator[None]:
-    """Raise DeviceFailed for errors of torch, Triton and the driver."""
+    """Raise DeviceFailed for errors of torch, Triton and the driver.
+
+    Triton raises ValueError for memory that the device cannot reach.
+    """
     try:
         yield
-    except (RuntimeError, CudaError) as error:
-        raise DeviceFailed(f"the GPU failed: {str(error).partition(chr(10))[0][:300]}") from error
+    except (RuntimeError, CudaError, ValueError) as error:
+        raise _to_device_failed(error) from error
+
+
+def _to_device_failed(error: Exception) -> DeviceFailed:
+    return DeviceFailed(f"the GPU failed: {str(error).partition(chr(10))[0][:300]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +86,6 @@ class CudaPeerMemory:
         self._words = self._words[:0]
         if self._mapped:
             self._owner.close_mapping(self._mapped)
-
-
-def _wait_and_finish(
-    ended: torch.cuda.Event, finish: Callable[[], None], on_done: OnChecksum, kept: object
-) -> None:
-    """Wait for the end of a launch, up to which `kept` is kept alive."""
-    try:
-        with _device_errors():
-            ended.synchronize()
-    except DeviceFailed as error:
-        on_done(error)  # what the launch writes is not used again
-        return
-    finish()
 
 
 class CudaMemory:
@@ -142,6 +135,7 @@ class CudaMemory:
                 done: SimpleQueue[int | DeviceFailed] = SimpleQueue()
                 self.check_slabs(slab_range, [0], done.put)
                 self.copy_slabs(slab_range, [0], [0], self._words, done.put)
+                self.pass_on_ends()
                 for result in (done.get(), done.get()):
                     if isinstance(result, DeviceFailed):
                         raise result
@@ -179,6 +173,7 @@ class CudaMemory:
             with torch.cuda.device(self._device):
                 self._driver.make_current()
                 if export.pid == os.getpid():  # a handle cannot be opened where it was made
+                    self._driver.enable_peer_access(export.device)
                     return CudaPeerMemory(self, view_device_words(export.address, size), 0)
                 mapped = self._driver.open_memory(bytes.fromhex(export.handle))
                 words = view_device_words(mapped + export.offset, size)
@@ -233,9 +228,13 @@ class CudaMemory:
         with _device_errors(), torch.cuda.stream(self._checks.streams[0]):
             self._words[word].bitwise_xor_(1)
 
+    def pass_on_ends(self) -> None:
+        self._copies.pass_on_ends()
+        self._checks.pass_on_ends()
+
     def close(self) -> None:
-        self._copies.ends.close()
-        self._checks.ends.close()
+        self._copies.close()
+        self._checks.close()
 
     # launches
 
@@ -270,31 +269,36 @@ class CudaMemory:
         parts, count = count_checksum_parts(words), len(source)
         slot = self._slots.take(count, parts)
         first_word = slab_range.first_layer * self._slab_words
-        place = queue.next_stream()
+        index = queue.next_stream()
         with torch.cuda.device(self._device):
-            source_numbers = queue.block_numbers.upload(source, place)
-            target_numbers = queue.block_numbers.upload(target, place)
-            with torch.cuda.stream(queue.streams[place]):
+            numbers = [queue.block_numbers.upload(blocks, index) for blocks in (source, target)]
+            with torch.cuda.stream(queue.streams[index]):
                 launch_slab_move(
                     SlabPlaces(self._words, self._block_words, first_word),
                     places,
-                    source_numbers,
-                    target_numbers,
+                    numbers[0],
+                    numbers[1],
                     words,
                     slot.view_parts(count, parts),
                 )
-                if flipped_word is not None and places is not None:
-                    places.words[flipped_word].bitwise_xor_(1)
-                ended = torch.cuda.Event()
+                ended = torch.cuda.Event(blocking=True)
                 ended.record()
+        if flipped_word is not None and places is not None:
+            _flip_bit_after(ended, places.words, flipped_word)
 
         def finish() -> None:
             checksum = slot.read_checksum(count, parts)
             self._slots.give_back(slot)
             on_done(checksum)
 
-        if queue.wait_briefly(ended):
-            finish()
-        else:
-            kept = source_numbers, target_numbers
-            queue.ends.put(partial(_wait_and_finish, ended, finish, on_done, kept))
+        # After a failure the slot may still be written: it is not used again.
+        queue.add_launch(
+            QueuedLaunch(ended, finish, lambda error: on_done(_to_device_failed(error)), numbers)
+        )
+
+
+def _flip_bit_after(ended: torch.cuda.Event, words: torch.Tensor, word: int) -> None:
+    """For tests: change one bit of what a launch has written, perhaps on another device."""
+    ended.synchronize()
+    words[word].bitwise_xor_(1)
+    torch.cuda.synchronize(words.device)

@@ -41,5 +41,6 @@ def view_pinned_words(host: torch.Tensor, dtype: torch.dtype = torch.int64) -> t
 
 def map_pinned(pinned: torch.Tensor) -> torch.Tensor:
     """The bytes of a pinned host tensor as the device sees them: uint8 [bytes], no copy."""
-    memory = _CudaMemory(pinned.data_ptr(), pinned.nbytes, pinned)
-    return torch.as_tensor(memory, device="cuda")
+    address = pinned.data_ptr()
+    memory = _CudaMemory(address, pinned.nbytes, pinned)
+    return torch.as_tensor(memory, device=_find_device(address))

@@ -91,10 +91,11 @@ class DeviceLandings:
         return self._clock() + _POLL_SECONDS if self._waiting_opens else NEVER
 
     def poll(self) -> None:
-        """Send the Credits that waited for steps which have ended."""
+        """Send the Credits that waited for steps which have ended, and read what was checked."""
         for ticket, landing in list(self._waiting_opens.items()):
             if self._try_answer(landing):
                 del self._waiting_opens[ticket]
+        self._device.pass_on_ends()
 
     def on_frame(
         self, landing: DeviceLanding, frame: DeviceFrame, payload: memoryview | None

@@ -128,6 +128,13 @@ class TransferDevice(Protocol):
         """Copy slabs of one layer to host memory. Raises DeviceFailed."""
         ...
 
+    def pass_on_ends(self) -> None:
+        """Call this after queueing work: results are passed on, at once or later.
+
+        Takes a fraction of a millisecond at most. For the thread that queues the work.
+        """
+        ...
+
     def flip_bit(self, layer: int, block: int) -> None:
         """Change one bit of a slab, for the `corrupt` failpoint."""
         ...

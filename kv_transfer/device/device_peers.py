@@ -165,6 +165,10 @@ class DeviceWriter:
         )
         self.num_in_flight += 1
 
+    def pass_on_ends(self) -> None:
+        """Call this when all that is ready was started."""
+        self._device.pass_on_ends()
+
 
 def _ignore(is_posted: bool) -> None:
     """A plane that has ended needs no result: its process ends, or its device is closed."""

@@ -142,6 +142,9 @@ class HostMemory:
         rows = self.slabs.slab_rows(slab_range, blocks)
         self.stream.put(lambda: on_done(self.slabs.gather_slabs(rows)))
 
+    def pass_on_ends(self) -> None:
+        """The thread does it."""
+
     def flip_bit(self, layer: int, block: int) -> None:
         self.slabs.flip_bit(self.slabs.slab_rows(SlabRange(layer, 1, 0, 1), [block]))
 

@@ -42,9 +42,9 @@ from node_engine.roles.role_policy import RoleContext, RolePolicy
 from node_engine.shared_pool.pool_connector import PublicationEnded
 
 T = TypeVar("T")
-# Items of the inbox are handled between two steps for as long as the last step took, and for so
-# many seconds at least. Many requests that arrive together do not stop those that decode.
-_MIN_INBOX_SECONDS = 0.002
+# Items of the inbox are handled between two steps for as long as the last step took, within these
+# bounds. Many requests that arrive together do not stop those that decode.
+_MIN_INBOX_SECONDS, _MAX_INBOX_SECONDS = 0.002, 0.05
 
 
 def exit_process(error: BaseException) -> None:
@@ -213,7 +213,8 @@ class ComputeThread:
                     callback()
         self._pending_items.extend(self._inbox.drain(wait=wait and not self._pending_items))
         self._last_progress_at = started = self._clock()
-        budget = math.inf if wait else max(_MIN_INBOX_SECONDS, self._last_step_seconds)
+        budget = max(_MIN_INBOX_SECONDS, min(self._last_step_seconds, _MAX_INBOX_SECONDS))
+        budget = math.inf if wait else budget
         while self._pending_items and self._clock() - started < budget:
             match item := self._pending_items.popleft():
                 case StopCompute():

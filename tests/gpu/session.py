@@ -15,12 +15,15 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+
+from kv_transfer.device.cuda_driver_api import CudaDriver
 
 ROOT = Path(__file__).resolve().parents[2]
 _LAST_LINES = 24  # of a stage's output that the summary shows
 _TESTS_AT_ONCE = 6
+_ONE_GPU = "_one_gpu"  # ends the name of a stage that sees one GPU
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -32,7 +35,6 @@ class SessionStage:
     seconds: float  # at most
     command: tuple[str, ...]  # arguments of Python
     is_alone: bool = True  # because it measures; else beside others
-    environ: dict[str, str] = field(default_factory=dict)
 
 
 def _pytest(*paths: str) -> tuple[str, ...]:
@@ -60,10 +62,7 @@ _TESTS = {
 }
 STAGES = (
     *(SessionStage(name, *test, is_alone=False) for name, test in _TESTS.items()),
-    *(
-        SessionStage(f"{name}_one_gpu", *test, is_alone=False, environ={_VISIBLE_DEVICES: "0"})
-        for name, test in _TESTS.items()
-    ),
+    *(SessionStage(f"{name}{_ONE_GPU}", *test, is_alone=False) for name, test in _TESTS.items()),
     SessionStage("fencing", 170, _pytest("tests/gpu/test_fencing_on_gpu.py")),
     SessionStage("slowdown", 240, ("-m", "benchmarks.device.handoff_slowdown")),
     SessionStage("ttft_ipc", 240, _ttft("auto")),
@@ -77,7 +76,8 @@ def run_stage(stage: SessionStage, folder: Path, seconds: float) -> str:
     log = folder / f"{stage.name}.log"
     started = time.monotonic()
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PYTHONUNBUFFERED": "1"}
-    environ |= stage.environ
+    if stage.name.endswith(_ONE_GPU):
+        environ[_VISIBLE_DEVICES] = os.environ.get(_VISIBLE_DEVICES, "0").split(",")[0]
     if inherited := os.environ.get("PYTHONPATH"):
         environ["PYTHONPATH"] += f":{inherited}"
     with log.open("w") as output:
@@ -144,6 +144,8 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     names = given.stages.split(",")
+    if CudaDriver(0).count_devices() < 2:
+        names = [name for name in names if not name.endswith(_ONE_GPU)]
     stages = [stage for stage in STAGES if stage.name in names]
     run_stages(stages, given.out, given.seconds)
 

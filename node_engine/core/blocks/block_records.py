@@ -143,13 +143,11 @@ class BlockOwnership:
         """Add a reference on each of the blocks, of which the owner holds none."""
         if not blocks:
             return
-        holding = self._blocks_by_owner.get(owner)
-        if holding is None:
-            holding = self._blocks_by_owner[owner] = _OwnerBlocks(self._clock())
-        before = len(holding.blocks)
-        holding.blocks.update(blocks)
-        if len(holding.blocks) != before + len(blocks):
+        holding = self._blocks_by_owner.get(owner) or _OwnerBlocks(self._clock())
+        if len(set(blocks)) != len(blocks) or not holding.blocks.isdisjoint(blocks):
             raise BlockLedgerError(f"{owner} already holds one of the blocks {blocks}")
+        holding.blocks.update(blocks)
+        self._blocks_by_owner[owner] = holding
         for block in blocks:
             self._ref_counts[block] += 1
 

@@ -19,7 +19,7 @@ from node_engine.model.gpu.graph_capture import (
 
 # Up to 512 tokens a step is bound by its launches. A larger one is not, but launching it kernel by
 # kernel would keep Python's lock from the threads that hand its layers over; products of 128 more
-# rows take hardly longer. Chunks of long prompts have the largest sizes exactly.
+# rows take hardly longer. Full chunks of long prompts match the largest buckets.
 _SMALL_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 TOKEN_BUCKETS = (*_SMALL_BUCKETS, *range(640, 2049, 128), 2560, 3072, 3584, 4096)
 _MAX_PADDING = 128  # rows

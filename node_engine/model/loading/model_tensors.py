@@ -109,10 +109,10 @@ class CheckpointTensors:
 
 
 class DummyTensors:
-    """Random weights, equal in every process, for measurements without a download.
+    """Random weights, equal in every process on the same kind of device, for measurements.
 
     They are drawn on the device, which for a GPU takes a second instead of a minute. A GPU of
-    another kind, or a CPU, draws other numbers, and so the model digest names the device.
+    another kind, or a CPU, draws other numbers, and so the model digest names the kind of GPU.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class DummyTensors:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         if name == EMBEDDING_TENSOR and self._embedding is not None:
             return self._embedding
-        # A GPU draws them as they are used: its allocator would keep the memory of larger ones.
+        # On a GPU in the engine's dtype: its allocator would keep the larger float32 buffers.
         drawn_dtype = torch.float32 if self._device.type == "cpu" else self._dtype
         drawn = torch.empty(shape, dtype=drawn_dtype, device=self._device)
         tensor = drawn.normal_(0.0, _DUMMY_STD, generator=self._generator).to(self._dtype)

@@ -1,13 +1,15 @@
-"""When the thread that launches a copy waits for its end itself. No GPU: events are scripted."""
+"""Who waits for the ends of launches. There is no GPU: events are scripted."""
 
 import threading
+import time
 from collections.abc import Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from kv_transfer.device import cuda_launches
-from kv_transfer.device.cuda_launches import LaunchQueue
+from kv_transfer.device.cuda_launches import LaunchQueue, QueuedLaunch
 
 
 class ScriptedEvent:
@@ -17,8 +19,17 @@ class ScriptedEvent:
         self._clock = clock
         self._left = queries
         self.num_queries = 0
+        self.may_end = threading.Event()
+        self.error: RuntimeError | None = None
+
+    def synchronize(self) -> None:
+        if self.error is not None:
+            raise self.error
+        self.may_end.wait(0.05)
 
     def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
         self.num_queries += 1
         self._clock[0] += cuda_launches._BRIEF_SECONDS / 10
         self._left -= 1
@@ -36,48 +47,96 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def launches() -> Iterator[LaunchQueue]:
     queue = LaunchQueue("test-launches", [])
     yield queue
-    queue.ends.close()
+    queue.close()
 
 
-def wait(launches: LaunchQueue, clock: list[float], queries: int) -> tuple[bool, int]:
-    """Whether it waited to the end, and how often it asked."""
-    event: Any = ScriptedEvent(clock, queries)
-    return launches.wait_briefly(event), event.num_queries
+class Launches:
+    """Launches of a queue, and what was passed on of each, with the thread that did it."""
+
+    def __init__(self, queue: LaunchQueue, clock: list[float]) -> None:
+        self.passed_on: SimpleQueue[tuple[object, int]] = SimpleQueue()
+        self._queue = queue
+        self._clock = clock
+
+    def add(self, number: int, queries: int) -> ScriptedEvent:
+        event = ScriptedEvent(self._clock, queries)
+        ended: Any = event
+        self._queue.add_launch(
+            QueuedLaunch(ended, lambda: self._pass_on(number), self._pass_on, kept=None)
+        )
+        return event
+
+    def expect(self, *numbers: int) -> set[int]:
+        """Wait for results in this order; returns the threads that passed them on."""
+        found = [self.passed_on.get(timeout=30) for _ in numbers]
+        assert [number for number, _ in found] == list(numbers)
+        return {thread for _, thread in found}
+
+    def _pass_on(self, result: object) -> None:
+        self.passed_on.put((result, threading.get_ident()))
 
 
-def test_a_short_launch_is_waited_for(launches: LaunchQueue, clock: list[float]) -> None:
-    assert wait(launches, clock, 1) == (True, 1)
-    assert wait(launches, clock, 5) == (True, 5)
+@pytest.fixture
+def made(launches: LaunchQueue, clock: list[float]) -> Launches:
+    return Launches(launches, clock)
 
 
-def test_after_a_long_launch_the_next_ones_are_left_to_the_other_thread(
-    launches: LaunchQueue, clock: list[float]
+def test_short_launches_are_finished_by_the_thread_that_launches(
+    launches: LaunchQueue, made: Launches
 ) -> None:
-    has_ended, queries = wait(launches, clock, 1000)
-    assert not has_ended
-    assert 9 <= queries <= 11
-    for _ in range(cuda_launches._LAUNCHES_AFTER_LONG_ONE):
-        assert wait(launches, clock, 1) == (False, 0)
-    assert wait(launches, clock, 1) == (True, 1)
+    for number, queries in enumerate((1, 3, 2)):
+        made.add(number, queries)
+    launches.pass_on_ends()
+    assert made.passed_on.qsize() == 3
+    assert made.expect(0, 1, 2) == {threading.get_ident()}
 
 
-def test_a_launch_behind_one_that_is_left_to_the_other_thread_is_left_to_it_too(
-    launches: LaunchQueue, clock: list[float]
+def test_a_long_launch_and_those_behind_it_are_left_to_the_thread(
+    launches: LaunchQueue, made: Launches
 ) -> None:
-    begun, may_end = threading.Event(), threading.Event()
-    ended = threading.Event()
+    made.add(0, 2)
+    long = made.add(1, 1000)
+    made.add(2, 1)
+    launches.pass_on_ends()
+    assert made.expect(0) == {threading.get_ident()}
+    assert 7 <= long.num_queries <= 9
+    assert threading.get_ident() not in made.expect(1, 2)
 
-    def work() -> None:
-        begun.set()
-        may_end.wait(30)
 
-    launches.ends.put(work)
-    assert begun.wait(30)
-    assert wait(launches, clock, 1) == (False, 0)
-    launches.ends.put(ended.set)
-    assert wait(launches, clock, 1) == (False, 0)
-    may_end.set()
-    assert ended.wait(30)
-    while not launches.ends.is_idle:  # its counter is raised after the work
-        ended.wait(0.001)
-    assert wait(launches, clock, 1) == (True, 1)
+def test_after_a_long_launch_the_next_turns_are_left_to_the_thread(
+    launches: LaunchQueue, made: Launches
+) -> None:
+    made.add(0, 1000)
+    launches.pass_on_ends()
+    made.expect(0)
+    for number in range(cuda_launches._TURNS_AFTER_LONG_LAUNCH):
+        event = made.add(number, 1)
+        launches.pass_on_ends()
+        launches.pass_on_ends()  # a turn without launches does not count
+        assert event.num_queries == 0
+        made.expect(number)
+    while not launches._ends.is_idle:  # its counter is raised after the result is passed on
+        time.sleep(0.001)
+    made.add(7, 1)
+    launches.pass_on_ends()
+    assert made.expect(7) == {threading.get_ident()}
+
+
+def test_results_keep_their_order_behind_launches_of_the_thread(
+    launches: LaunchQueue, made: Launches, clock: list[float]
+) -> None:
+    blocked = made.add(0, 1000)
+    launches.pass_on_ends()
+    launches._turns_to_skip = 0
+    second = made.add(1, 1)
+    launches.pass_on_ends()
+    assert second.num_queries == 0
+    blocked.may_end.set()
+    made.expect(0, 1)
+
+
+def test_a_failed_device_is_passed_on(launches: LaunchQueue, made: Launches) -> None:
+    made.add(0, 3).error = RuntimeError("CUDA error: unspecified launch failure")
+    launches.pass_on_ends()
+    error, _ = made.passed_on.get(timeout=30)
+    assert "unspecified launch failure" in str(error)
