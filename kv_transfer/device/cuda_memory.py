@@ -204,9 +204,16 @@ class CudaMemory:
             return CudaQueuedWork(event)
 
     def check_slabs(
-        self, slab_range: SlabRange, blocks: Sequence[int], on_done: OnChecksum
+        self,
+        slab_range: SlabRange,
+        blocks: Sequence[int],
+        on_done: OnChecksum,
+        *,
+        corrupt: bool = False,
     ) -> None:
         with _device_errors():
+            if corrupt:
+                self._flip_bit(slab_range.first_layer, blocks[0])
             self._launch(self._checks, slab_range, blocks, blocks, None, on_done)
 
     def read_slabs(self, slab_range: SlabRange, blocks: Sequence[int], on_done: OnPayload) -> None:
@@ -223,9 +230,9 @@ class CudaMemory:
             numbers = range(len(blocks))
             self._launch(self._copies, slab_range, blocks, numbers, target, finish)
 
-    def flip_bit(self, layer: int, block: int) -> None:
+    def _flip_bit(self, layer: int, block: int) -> None:
         word = block * self._block_words + layer * self._slab_words
-        with _device_errors(), torch.cuda.stream(self._checks.streams[0]):
+        with torch.cuda.stream(self._checks.streams[0]):
             self._words[word].bitwise_xor_(1)
 
     def pass_on_ends(self) -> None:

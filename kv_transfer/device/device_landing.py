@@ -197,8 +197,6 @@ class DeviceLandings:
         assert isinstance(waiting.frame, frames.WriteFrame)
         slab_range = waiting.frame.slab_range
         blocks = _list_blocks(landing.machine.ticket, waiting.frame, self._block_bytes)
-        if action is FailpointAction.CORRUPT:
-            self._device.flip_bit(slab_range.first_layer, blocks[0])
 
         def finish_check(result: int | DeviceFailed) -> None:
             waiting.result = result
@@ -207,7 +205,8 @@ class DeviceLandings:
         def post_result(result: int | DeviceFailed) -> None:
             self._post(lambda: finish_check(result))
 
-        self._device.check_slabs(slab_range, blocks, post_result)
+        corrupt = action is FailpointAction.CORRUPT
+        self._device.check_slabs(slab_range, blocks, post_result, corrupt=corrupt)
 
     def _enqueue(self, landing: DeviceLanding, waiting: _WaitingFrame) -> None:
         if len(landing.waiting) >= _MAX_WAITING_FRAMES:

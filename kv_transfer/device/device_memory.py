@@ -119,9 +119,17 @@ class TransferDevice(Protocol):
         ...
 
     def check_slabs(
-        self, slab_range: SlabRange, blocks: Sequence[int], on_done: OnChecksum
+        self,
+        slab_range: SlabRange,
+        blocks: Sequence[int],
+        on_done: OnChecksum,
+        *,
+        corrupt: bool = False,
     ) -> None:
-        """Compute the checksum of slabs where they are. Raises DeviceFailed."""
+        """Compute the checksum of slabs where they are.
+
+        `corrupt` changes one bit of them before, for tests. Raises DeviceFailed.
+        """
         ...
 
     def read_slabs(self, slab_range: SlabRange, blocks: Sequence[int], on_done: OnPayload) -> None:
@@ -133,10 +141,6 @@ class TransferDevice(Protocol):
 
         Takes a fraction of a millisecond at most. For the thread that queues the work.
         """
-        ...
-
-    def flip_bit(self, layer: int, block: int) -> None:
-        """Change one bit of a slab, for the `corrupt` failpoint."""
         ...
 
     def close(self) -> None:

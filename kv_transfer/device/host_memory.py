@@ -131,9 +131,16 @@ class HostMemory:
         return NoQueuedWork()
 
     def check_slabs(
-        self, slab_range: SlabRange, blocks: Sequence[int], on_done: OnChecksum
+        self,
+        slab_range: SlabRange,
+        blocks: Sequence[int],
+        on_done: OnChecksum,
+        *,
+        corrupt: bool = False,
     ) -> None:
         rows = self.slabs.slab_rows(slab_range, blocks)
+        if corrupt:
+            self.slabs.flip_bit(rows)
         self.stream.put(
             lambda: on_done(compute_checksum(self.slabs.gather_slabs(rows), slab_range))
         )
@@ -144,9 +151,6 @@ class HostMemory:
 
     def pass_on_ends(self) -> None:
         """The thread does it."""
-
-    def flip_bit(self, layer: int, block: int) -> None:
-        self.slabs.flip_bit(self.slabs.slab_rows(SlabRange(layer, 1, 0, 1), [block]))
 
     def close(self) -> None:
         self.stream.close()

@@ -156,9 +156,7 @@ def test_a_device_that_fails_in_a_write_keeps_the_blocks(
 def test_a_device_that_fails_to_check_loses_the_ticket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(
-        self: HostMemory, slab_range: SlabRange, blocks: Sequence[int], on_done: OnChecksum
-    ) -> None:
+    def fail(self: HostMemory, *arguments: object, corrupt: bool) -> None:
         raise DeviceFailed("an illegal access")
 
     with device_pair(tmp_path) as pair:
@@ -175,7 +173,7 @@ def test_a_seal_waits_for_the_checksums_before_it(
     check = HostMemory.check_slabs
     with device_pair(tmp_path) as pair:
         monkeypatch.setattr(
-            HostMemory, "check_slabs", lambda self, *arguments: held.append(arguments)
+            HostMemory, "check_slabs", lambda self, *arguments, corrupt: held.append(arguments)
         )
         ticket = pair.grant_ticket(pair.new_key(), BLOCKS)
         with RawWriter(pair, ticket) as writer:

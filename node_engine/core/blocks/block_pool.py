@@ -122,7 +122,8 @@ class BlockPool:
 
     def share_blocks(self, blocks: Iterable[BlockIndex], owner: str) -> None:
         """Add `owner` as an owner of blocks that are IN_USE or CACHED."""
-        for block in filter(self.is_own_block, blocks):
+        own = [block for block in blocks if self.is_own_block(block)]
+        for block in own:
             if self.ownership.get_block_state(block) is BlockState.CACHED:
                 del self._cached_lru[block]
                 self.ownership.change_state(block, BlockState.CACHED, BlockState.IN_USE)
@@ -131,7 +132,7 @@ class BlockPool:
                     f"block {block} is {self.ownership.get_block_state(block).value}:"
                     " only committed blocks can be shared"
                 )
-            self.ownership.add_reference(block, owner)
+        self.ownership.add_references(own, owner)
 
     def release_blocks(self, blocks: Sequence[BlockIndex], owner: str) -> None:
         """Remove `owner`'s reference on each of `blocks`, which are given in table order."""

@@ -151,15 +151,6 @@ class BlockOwnership:
         for block in blocks:
             self._ref_counts[block] += 1
 
-    def add_reference(self, block: BlockIndex, owner: str) -> None:
-        holding = self._blocks_by_owner.get(owner)
-        if holding is None:
-            holding = self._blocks_by_owner[owner] = _OwnerBlocks(self._clock())
-        if block in holding.blocks:
-            raise BlockLedgerError(f"{owner} already holds block {block}")
-        holding.blocks.add(block)
-        self._ref_counts[block] += 1
-
     def remove_reference(self, block: BlockIndex, owner: str) -> bool:
         """Remove a reference; returns whether it was the last one on the block."""
         holding = self._blocks_by_owner.get(owner)
