@@ -1,11 +1,13 @@
 """The matcher of one sequence: masks, tokens that are checked, ends, and states made again."""
 
 import json
+import math
 import random
 
 import pytest
 
 from baton.types import GrammarKind
+from node_engine.structured_output import grammar_state
 from node_engine.structured_output.grammar_state import GrammarState
 from node_engine.structured_output.token_masks import PendingMask
 from tests.unit.node_engine.structured_output.grammars import (
@@ -136,6 +138,13 @@ def test_a_limit_that_is_reached_fails_the_next_token() -> None:
     assert failures
 
 
+@pytest.fixture
+def no_slow_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is: behind a slow mask a sequence is not drafted for."""
+    monkeypatch.setattr(grammar_state, "SLOW_MASK_SECONDS", math.inf)
+
+
+@pytest.mark.usefixtures("no_slow_masks")
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 def test_masks_of_a_draft_are_those_after_each_of_its_tokens(tokenizer: str) -> None:
     tokens = write_output(make_state(SCHEMA, GrammarKind.JSON, tokenizer), seed=5)
@@ -156,6 +165,7 @@ def test_masks_of_a_draft_are_those_after_each_of_its_tokens(tokenizer: str) -> 
         assert state.accept_token(token) == ""
 
 
+@pytest.mark.usefixtures("no_slow_masks")
 def test_a_draft_ends_before_a_token_that_the_grammar_forbids() -> None:
     state = make_state("a|ab+", GrammarKind.REGEX)
     a, b = (grammar_tokenizer().tokenize_str(text)[0] for text in "ab")
