@@ -202,7 +202,7 @@ class SlabWriters:
         return WrittenSlabs(checksum, None)
 
     def pass_on_ends(self) -> None:
-        """Call this when all writes that are ready were started."""
+        """Pass on the results of writes by a device. Call it once nothing more is ready."""
         if self._device is not None:
             self._device.pass_on_ends()
 

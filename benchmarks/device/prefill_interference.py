@@ -51,7 +51,7 @@ class InterferenceLoad:
 
 @dataclass(frozen=True, slots=True)
 class StreamLatencies:
-    """What the streams of one window saw. Times are in seconds."""
+    """Latencies and rates of the streams in one window. Times are in seconds."""
 
     tpot_p50: float
     tpot_p99: float  # of requests

@@ -99,7 +99,7 @@ def parse_goodput_rows(text: str) -> list[GoodputRow]:
 
 
 class SplitGpusRun:
-    """One run: what was measured so far, and until when there is time."""
+    """One run of the benchmark: its results so far, and its deadline."""
 
     def __init__(self, options: argparse.Namespace, model: MeasuredModel) -> None:
         self.options = options

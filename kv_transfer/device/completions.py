@@ -18,7 +18,7 @@ class CompletionThread:
         self._thread.start()
 
     def put(self, work: Callable[[], None]) -> None:
-        """Queue work, which must not raise. Called from one thread."""
+        """Queue work, which must not raise. From one thread, if `is_idle` is used."""
         self._num_queued += 1
         self._work.put(work)
 

@@ -86,10 +86,11 @@ class QueuedLaunch:
 
 
 class LaunchQueue:
-    """Streams that are used in turn, and who waits for the ends of launches, in their order.
+    """Streams that are used in turn, and the waiting for launches, in their order.
 
-    That is the thread that launches, for launches which end shortly, and else a thread of the
-    queue. For it, two threads have to wake each other, which takes longer than most launches.
+    The launching thread waits for short launches itself. A thread of the queue waits for the
+    others: waking it, and being woken by it, takes longer than most launches. Apart from `close`,
+    all methods are for one launching thread.
     """
 
     def __init__(self, name: str, streams: Sequence[torch.cuda.Stream]) -> None:

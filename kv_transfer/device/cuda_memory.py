@@ -135,7 +135,8 @@ class CudaMemory:
                 done: SimpleQueue[int | DeviceFailed] = SimpleQueue()
                 self.check_slabs(slab_range, [0], done.put)
                 self.copy_slabs(slab_range, [0], [0], self._words, done.put)
-                self.pass_on_ends()
+                self._checks.pass_on_ends()
+                self._copies.pass_on_ends()
                 for result in (done.get(), done.get()):
                     if isinstance(result, DeviceFailed):
                         raise result
@@ -235,9 +236,8 @@ class CudaMemory:
         with torch.cuda.stream(self._checks.streams[0]):
             self._words[word].bitwise_xor_(1)
 
-    def pass_on_ends(self) -> None:
-        self._copies.pass_on_ends()
-        self._checks.pass_on_ends()
+    def pass_on_ends(self, *, of_checks: bool) -> None:
+        (self._checks if of_checks else self._copies).pass_on_ends()
 
     def close(self) -> None:
         self._copies.close()

@@ -95,7 +95,7 @@ class DeviceLandings:
         for ticket, landing in list(self._waiting_opens.items()):
             if self._try_answer(landing):
                 del self._waiting_opens[ticket]
-        self._device.pass_on_ends()
+        self._device.pass_on_ends(of_checks=True)
 
     def on_frame(
         self, landing: DeviceLanding, frame: DeviceFrame, payload: memoryview | None

@@ -136,10 +136,12 @@ class TransferDevice(Protocol):
         """Copy slabs of one layer to host memory. Raises DeviceFailed."""
         ...
 
-    def pass_on_ends(self) -> None:
-        """Call this after queueing work: results are passed on, at once or later.
+    def pass_on_ends(self, *, of_checks: bool) -> None:
+        """Pass on the results of queued checks, or of writes and reads, at once or later.
 
-        Takes a fraction of a millisecond at most. For the thread that queues the work.
+        Must be called after queueing such work, by the thread that queues it: a node that has
+        changed its role checks on one thread and writes on another. Takes a fraction of a
+        millisecond at most.
         """
         ...
 

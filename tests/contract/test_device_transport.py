@@ -3,6 +3,7 @@
 Device memory is the host's here.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -256,3 +257,18 @@ def test_decode_that_is_lost_while_slabs_are_staged_has_a_fence_until_they_are_w
             pair.expect_aborted(key, PeerUnreachable)
             assert pair.decode_events.expect_event(InboundFenced).ticket_id == ticket.id
         pair.check_full_handoff()
+
+
+def test_each_plane_passes_on_the_ends_of_its_own_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that has changed its role has both planes on one device."""
+    seen: set[tuple[str, bool]] = set()
+
+    def record(self: HostMemory, *, of_checks: bool) -> None:
+        seen.add((threading.current_thread().name, of_checks))
+
+    monkeypatch.setattr(HostMemory, "pass_on_ends", record)
+    with device_pair(tmp_path) as pair:
+        pair.check_full_handoff()
+    assert seen == {("transfer-outbound", False), ("transfer-inbound", True)}

@@ -1,4 +1,4 @@
-"""Who waits for the ends of launches. There is no GPU: events are scripted."""
+"""Which thread waits for the end of a launch. Events are scripted: no GPU is needed."""
 
 import threading
 import time
