@@ -21,7 +21,7 @@ from kv_transfer.device.device_memory import TransferDevice
 from kv_transfer.kv_receiver import KVReceiver
 from kv_transfer.kv_sender import KVSender
 from kv_transfer.plane import InboundPlane, OutboundPlane
-from kv_transfer.transports.registry import make_decode_link, make_dialers
+from kv_transfer.transports.registry import make_decode_link, make_peer_links
 
 _RENEWALS_PER_TTL = 10  # how often a ticket is renewed within its time to live
 NOT_JOINED = Incarnation("")  # until `rejoin`
@@ -124,7 +124,7 @@ def build_kv_receiver(
         arena=arena,
         layout=layout,
         incarnation=incarnation,
-        link=make_decode_link(settings, token),
+        link=make_decode_link(settings, token, fences.segment_path if fences else None),
         fences=fences,
         host_id=host_id or compute_host_id(settings.segment_folder),
         settings=settings,
@@ -156,7 +156,7 @@ def build_kv_sender(
         arena=arena,
         layout=layout,
         incarnation=incarnation,
-        dialers=make_dialers(token, settings),
+        links=make_peer_links(token, settings),
         host_id=host_id or compute_host_id(settings.segment_folder),
         settings=settings,
         emit=emit,

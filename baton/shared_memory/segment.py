@@ -35,9 +35,10 @@ from baton.shared_memory.segment_memory import SegmentMemory
 SEGMENT_PREFIX = "baton-"
 FENCE_SUFFIX = ".fence"
 DEVICE_SUFFIX = ".device"  # of the file that says how to map a segment's device memory
-_COMPANION_SUFFIXES = (FENCE_SUFFIX, DEVICE_SUFFIX)
+LINK_SUFFIX = ".link"  # of the Unix socket on which a segment's owner receives messages
+_COMPANION_SUFFIXES = (FENCE_SUFFIX, DEVICE_SUFFIX, LINK_SUFFIX)
 DEFAULT_SEGMENT_FOLDER = Path("/dev/shm")
-_SEGMENT_NAME = re.compile(r"baton-[a-z]{1,16}-[0-9a-f]{32}")
+SEGMENT_NAME = re.compile(r"baton-[a-z]{1,16}-[0-9a-f]{32}")
 WRITER_NAME = re.compile(r"baton-writer-[0-9a-f]{32}\.process")
 
 
@@ -149,7 +150,7 @@ def unfilled_bytes(folder: Path) -> int:
     """Return how many bytes the folder's segments have reserved and not yet allocated."""
     promised = 0
     for path in folder.glob(f"{SEGMENT_PREFIX}*"):
-        if _SEGMENT_NAME.fullmatch(path.name):
+        if SEGMENT_NAME.fullmatch(path.name):
             try:
                 stat = path.stat()
             except FileNotFoundError:
@@ -206,7 +207,7 @@ def open_peer_segment(folder: Path, name: str, size: int | None = None) -> tuple
     Raises PeerUnreachable when the name is not a segment name, or the file does not exist, belongs
     to another user, is a symbolic link, or does not have `size` bytes.
     """
-    if _SEGMENT_NAME.fullmatch(name) is None:
+    if SEGMENT_NAME.fullmatch(name) is None:
         raise PeerUnreachable(f"{name[:80]!r} is not a segment name")
     try:
         fd = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW)
@@ -243,7 +244,7 @@ def remove_stale_segments(folder: Path) -> list[str]:
     removed = []
     for path in sorted(folder.glob(f"{SEGMENT_PREFIX}*")):
         segment, _ = _split_companion(path.name)
-        if _SEGMENT_NAME.fullmatch(segment) is None and WRITER_NAME.fullmatch(path.name) is None:
+        if SEGMENT_NAME.fullmatch(segment) is None and WRITER_NAME.fullmatch(path.name) is None:
             continue
         if _remove_if_stale(path):
             removed.append(path.name)
@@ -255,7 +256,7 @@ def list_stale_segments(folder: Path) -> list[str]:
     ours = [
         path.name
         for path in sorted(folder.glob(f"{SEGMENT_PREFIX}*"))
-        if _SEGMENT_NAME.fullmatch(path.name)
+        if SEGMENT_NAME.fullmatch(path.name)
     ]
     return [
         name

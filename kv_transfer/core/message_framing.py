@@ -24,3 +24,22 @@ def unpack_message(data: bytes) -> tuple[bytes, memoryview | None]:
 def packed_message_size(header: int, payload: int) -> int:
     """Size of the message of a header and a payload of so many bytes."""
     return _LENGTH_PREFIX_BYTES + header + payload
+
+
+def split_messages(received: bytearray, max_bytes: int) -> list[bytes]:
+    """Take the whole messages without payload off the front of what a stream has received.
+
+    Raises ValueError for one that is longer than `max_bytes`.
+    """
+    messages, start = [], 0
+    while len(received) - start >= _LENGTH_PREFIX_BYTES:
+        begin = start + _LENGTH_PREFIX_BYTES
+        length = int.from_bytes(received[start:begin], "little")
+        if length > max_bytes:
+            raise ValueError(f"a message of {length} bytes; at most {max_bytes} are allowed")
+        if len(received) - begin < length:
+            break
+        start = begin + length
+        messages.append(bytes(received[begin:start]))
+    del received[:start]
+    return messages

@@ -1,13 +1,14 @@
 """What a transport provides: a message link between one writer and one decode node.
 
-How the payload travels is a second, independent choice: inline in the message, or by one copy into
-decode's mapped arena (shm_arena.py).
+How the payload travels is a second, independent choice: inline in the message, by one copy into
+decode's mapped arena (shm_arena.py), or by the writer's device (kv_transfer/device).
 
-    transport  link     payload
-    memory     memory   inline
-    shm        zmq      mapped arena
-    zmq        zmq      inline
-    grpc       grpc     inline
+    transport  link              payload
+    memory     memory            inline
+    shm        local, else zmq   mapped arena
+    cuda_ipc   local, else zmq   device memory
+    zmq        zmq               inline
+    grpc       grpc              inline
 
 All methods are called on the plane's own thread and never block. A link is ordered and may lose
 everything after some point, which `get_loss` then reports. It never alters, repeats or reorders a
@@ -19,13 +20,14 @@ A writer's links to decode nodes, with the messages that wait on each.
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.errors import BatonError
-from baton.types import Incarnation, TicketId
+from baton.types import Incarnation, Ticket, TicketId
 from kv_transfer.core import frames
+from kv_transfer.core.handoff_common import is_one_sided
 
 Pollable = Any  # a zmq socket or a file descriptor: what zmq.Poller.register takes
 
@@ -180,10 +182,24 @@ class PeerLink:
 class PeerLinks:
     """The links of a writer, one for each peer that it has sent anything to."""
 
-    def __init__(self, dialers: Mapping[str, TransferDialer]) -> None:
-        """`dialers` by the scheme of the endpoints that they dial."""
+    def __init__(
+        self,
+        dialers: Mapping[str, TransferDialer],
+        find_local_endpoint: Callable[[str], str] = lambda _: "",
+    ) -> None:
+        """`dialers` by the scheme of the endpoints that they dial.
+
+        `find_local_endpoint` returns that of the link beside a segment; empty if it has none."""
         self._dialers = dialers
+        self._find_local_endpoint = find_local_endpoint
         self._links: dict[PeerKey, PeerLink] = {}
+
+    def choose_endpoint(self, ticket: Ticket) -> str:
+        """What to dial for a ticket: the link beside decode's segment, if it is written to."""
+        local = ""
+        if is_one_sided(ticket.transport):
+            local = self._find_local_endpoint(ticket.segment.name)
+        return local or ticket.decode_peer.transfer_endpoint
 
     def can_dial(self, endpoint: str) -> bool:
         return endpoint.partition("://")[0] in self._dialers
