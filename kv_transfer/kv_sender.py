@@ -1,6 +1,6 @@
 """Prefill's side of the transfer plane, as a node calls it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from baton.errors import BatonError, HandoffFailed
 from baton.kv.blocks import KVLayout
@@ -8,15 +8,15 @@ from baton.process.clock import Clock, monotonic_clock
 from baton.process.failpoints import FAILPOINTS, Failpoints
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket
 from kv_transfer.common.settings import TransferSettings
-from kv_transfer.core.handoff_common import ArenaShape
-from kv_transfer.core.send_queue import ReadySlabs
+from kv_transfer.core.send_queue import ReadyGate, ReadySlabs
 from kv_transfer.device.device_memory import TransferDevice
 from kv_transfer.device.writer_process import name_writer
+from kv_transfer.layer_waiter import LayerWaiter
 from kv_transfer.plane import LinkCost, OutboundAborted, OutboundEvent, SealInfo
 from kv_transfer.plane_threads import PlaneThread, exit_process
-from kv_transfer.sender_loop import LayerWaiter, SenderLoop
+from kv_transfer.sender_loop import HandoffInput, SenderLoop
 from kv_transfer.slab_writers import SlabWriters
-from kv_transfer.transports.links import PeerLinks, TransferDialer
+from kv_transfer.transports.links import PeerLinks
 
 
 class KVSender:
@@ -28,7 +28,7 @@ class KVSender:
         arena: memoryview,
         layout: KVLayout,
         incarnation: Incarnation,
-        dialers: Mapping[str, TransferDialer],
+        links: PeerLinks,
         host_id: str,
         settings: TransferSettings,
         emit: Callable[[OutboundEvent], None],
@@ -37,7 +37,7 @@ class KVSender:
         on_internal_error: Callable[[], None] = exit_process,
         device: TransferDevice | None = None,
     ) -> None:
-        """`dialers` by the scheme of the endpoints that they dial. The plane closes them.
+        """The plane closes `links`.
 
         `device` is the memory that slabs are read in, if it is not `arena`."""
         self._layout = layout
@@ -48,8 +48,7 @@ class KVSender:
         self._num_blocks = writers.num_blocks
         self._loop = SenderLoop(
             writers=writers,
-            shape=ArenaShape(layout.num_layers, layout.num_kv_heads, layout.slab_bytes),
-            links=PeerLinks(dialers),
+            links=links,
             host_id=host_id,
             settings=settings,
             incarnation=incarnation,
@@ -90,32 +89,35 @@ class KVSender:
         first: int,
         source: Sequence[BlockIndex],
         num_layers: int = 1,
+        gate: ReadyGate | None = None,
     ) -> None:
-        """Queue computed layers to be sent. Raises ValueError for blocks that the arena lacks."""
+        """Queue layers to be sent. Raises ValueError for blocks that the arena lacks."""
         blocks, now = tuple(source), self._clock()
         if blocks and not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
             raise ValueError(
                 f"{key} announces blocks that an arena of {self._num_blocks} does not have"
             )
-        ready = [ReadySlabs(each, first, blocks) for each in range(layer, layer + num_layers)]
-        self._thread.post_command(
-            lambda: self._loop.apply_input(
-                key,
-                lambda machine: [
-                    output for slabs in ready for output in machine.announce_slabs(slabs, now)
-                ],
-            )
+        layers = range(layer, layer + num_layers)
+        ready = [ReadySlabs(each, first, blocks, gate) for each in layers]
+        self._post_input(
+            key,
+            lambda machine: [
+                output for slabs in ready for output in machine.announce_slabs(slabs, now)
+            ],
         )
+        if gate is not None:
+            gate.on_passed.append(
+                lambda: self._post_input(key, lambda machine: machine.on_gate_passed(gate))
+            )
+
+    def _post_input(self, key: AttemptKey, call: HandoffInput) -> None:
+        self._thread.post_command(lambda: self._loop.apply_input(key, call))
 
     def seal_handoff(self, key: AttemptKey, info: SealInfo) -> None:
-        self._thread.post_command(
-            lambda: self._loop.apply_input(key, lambda machine: machine.seal(info, self._clock()))
-        )
+        self._post_input(key, lambda machine: machine.seal(info, self._clock()))
 
     def abort_handoff(self, key: AttemptKey, error: BatonError) -> None:
-        self._thread.post_command(
-            lambda: self._loop.apply_input(key, lambda machine: machine.abort(error))
-        )
+        self._post_input(key, lambda machine: machine.abort(error))
 
     def on_peer_gone(self, decode: Incarnation) -> None:
         self._thread.post_command(lambda: self._loop.on_peer_gone(decode))

@@ -34,7 +34,8 @@ from kv_transfer.core.events import (
     SealInfo,
 )
 from kv_transfer.core.handoff_common import CUDA_IPC
-from kv_transfer.core.layer_groups import LinkCost
+from kv_transfer.core.link_costs import LinkCost
+from kv_transfer.core.send_queue import ReadyGate
 
 __all__ = [
     "CUDA_IPC",
@@ -50,6 +51,7 @@ __all__ = [
     "OutboundCommitted",
     "OutboundEvent",
     "OutboundPlane",
+    "ReadyGate",
     "SealInfo",
     "reads_device_memory",
 ]
@@ -139,11 +141,14 @@ class OutboundPlane(Protocol):
         first: int,
         source: Sequence[BlockIndex],
         num_layers: int = 1,
+        gate: ReadyGate | None = None,
     ) -> None:
         """Layers from `layer` on of the logical blocks from `first` on are final in `source`.
 
         Called from the forward pass, between layers: it only enqueues. Layers that are announced
-        together travel together, as far as a message can carry them."""
+        together travel together, as far as a message can carry them. With a `gate` they are final
+        once its event has passed, and `mark_passed` must follow, unless the hand-off aborts. Only
+        for a plane that reads device memory."""
         ...
 
     def seal_handoff(self, key: AttemptKey, info: SealInfo) -> None:

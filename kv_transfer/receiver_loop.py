@@ -13,7 +13,7 @@ from baton.process.clock import Clock
 from baton.process.failpoints import FailpointAction, Failpoints
 from baton.shared_memory.fence import ArenaFences
 from baton.types import Incarnation, Ticket, TicketId
-from kv_transfer.arena.slab_copier import SlabCopier, flip_first_bit
+from kv_transfer.arena.slab_copier import SlabCopier
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.core.events import InboundEvent, InboundFenced, InboundLost
@@ -338,7 +338,7 @@ class ReceiverLoop:
             return
         header = frames.encode_frame(frame)
         if action is FailpointAction.CORRUPT:
-            header = bytes(flip_first_bit(memoryview(header)))
+            header = frames.corrupt_header(header)
         for _ in range(2 if action is FailpointAction.DUPLICATE else 1):
             self._link.send(route, header)
 

@@ -3,7 +3,6 @@
 Everything here runs on the plane's thread.
 """
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,29 +13,21 @@ from baton.errors import BatonError, HandoffFailed, PeerUnreachable, StaleMessag
 from baton.process.clock import Clock
 from baton.process.failpoints import FailpointAction, Failpoints
 from baton.types import AttemptKey, Incarnation, Ticket, TicketId
-from kv_transfer.arena.slab_copier import flip_first_bit
 from kv_transfer.common.settings import TransferSettings
 from kv_transfer.core import frames
 from kv_transfer.core.events import OutboundAborted, OutboundCommitted, OutboundEvent
-from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
-from kv_transfer.core.layer_groups import BusyPeriod, LinkCost, LinkCostEstimator
-from kv_transfer.core.outbound_handoff import TERMINAL_STATES, OutboundHandoff, OutboundOutput
+from kv_transfer.core.handoff_common import NEVER, IgnoredInput
+from kv_transfer.core.link_costs import LinkCost, LinkCostEstimator, LinkUsage
+from kv_transfer.core.outbound_handoff import OutboundHandoff, OutboundOutput
 from kv_transfer.core.send_queue import OutgoingWrite
 from kv_transfer.core.writer_lock import NoLock, WriterLock
+from kv_transfer.layer_waiter import LayerWaiter
 from kv_transfer.slab_writers import SlabWriters, WritePath, WrittenSlabs
 from kv_transfer.transports.links import LinkLoss, PeerKey, PeerLink, PeerLinks, Pollable
 
 _WRITES_PER_TURN = 4  # messages written per hand-off before links and commands get their turn again
+HandoffInput = Callable[[OutboundHandoff], list[OutboundOutput]]
 _FRAMES_PER_TURN = 64  # frames handled per link before writing gets its turn again
-
-
-@dataclass(slots=True)
-class LayerWaiter:
-    """Lets another thread wait until a layer has landed."""
-
-    layer: int
-    done: threading.Event = field(default_factory=threading.Event)
-    has_landed: bool = False
 
 
 @dataclass(slots=True)
@@ -45,7 +36,7 @@ class _ActiveHandoff:
     peer_key: PeerKey | None = None  # known with the ticket
     path: WritePath | None = None  # known with the ticket, if this node can write under it
     waiters: list[LayerWaiter] = field(default_factory=list)
-    busy_period: BusyPeriod | None = None  # None: nothing is on its way
+    link_usage: LinkUsage = field(default_factory=LinkUsage)
 
 
 class SenderLoop:
@@ -55,7 +46,6 @@ class SenderLoop:
         self,
         *,
         writers: SlabWriters,
-        shape: ArenaShape,
         links: PeerLinks,
         host_id: str,
         settings: TransferSettings,
@@ -66,7 +56,7 @@ class SenderLoop:
     ) -> None:
         self.counters: Counter[str] = Counter()  # read by any thread
         self._writers = writers
-        self._shape = shape
+        self._shape = writers.shape
         self._links = links
         self._host_id = host_id
         self._settings = settings
@@ -105,7 +95,7 @@ class SenderLoop:
         if handoff is None or handoff.peer_key is not None:
             self.counters["ignored_ticket"] += 1
             return
-        machine, endpoint = handoff.machine, ticket.decode_peer.transfer_endpoint
+        machine, endpoint = handoff.machine, self._links.choose_endpoint(ticket)
         if not self._links.can_dial(endpoint):
             self._apply_outputs(
                 handoff, machine.abort(PeerUnreachable(f"no transport dials {endpoint[:200]!r}"))
@@ -129,9 +119,7 @@ class SenderLoop:
             self._keys_by_ticket[ticket.id] = handoff.machine.key
         self._apply_outputs(handoff, outputs)
 
-    def apply_input(
-        self, key: AttemptKey, call: Callable[[OutboundHandoff], list[OutboundOutput]]
-    ) -> None:
+    def apply_input(self, key: AttemptKey, call: HandoffInput) -> None:
         """Pass an input to the machine of `key`, if there is one."""
         handoff = self._handoffs.get(key)
         if handoff is None:
@@ -235,15 +223,15 @@ class SenderLoop:
         self._end_busy_period(handoff)
 
     def _end_busy_period(self, handoff: _ActiveHandoff) -> None:
-        """Learn what the link takes, once all that was sent has landed."""
-        machine, period = handoff.machine, handoff.busy_period
-        if period is None or machine.unacked_bytes or machine.ticket is None:
+        """Learn what the link takes, once all that could be sent has landed."""
+        machine = handoff.machine
+        period = handoff.link_usage.take_busy_period(machine.unacked_bytes)
+        if period is None or machine.ticket is None:
             return
-        handoff.busy_period = None
         estimator = self._link_costs.setdefault(
             machine.ticket.transport, LinkCostEstimator(machine.settings.max_payload_bytes)
         )
-        estimator.observe_busy_period(period, machine.last_landed_at)
+        estimator.observe_busy_period(period, machine.progress.last_landed_at)
         self.link_cost = estimator.cost
 
     def _tick(self, handoff: _ActiveHandoff, now: float) -> None:
@@ -287,8 +275,7 @@ class SenderLoop:
             return False
         assert handoff.path is not None
         size = write.slab_range.num_slabs * self._shape.slab_bytes
-        period = handoff.busy_period or BusyPeriod(started)
-        handoff.busy_period = period.with_message(size)
+        handoff.link_usage.add_message(size, write.gate, started)
         try:
             action = self._failpoints.hit("transfer.write.before")
         except HandoffFailed as error:
@@ -371,7 +358,7 @@ class SenderLoop:
         header = frames.encode_frame(frame)
         if action is FailpointAction.CORRUPT and not isinstance(frame, frames.WriteFrame):
             # Of a Write the payload is corrupted instead.
-            header = bytes(flip_first_bit(memoryview(header)))
+            header = frames.corrupt_header(header)
         for _ in range(2 if action is FailpointAction.DUPLICATE else 1):
             link.send(header, payload)
 
@@ -388,9 +375,6 @@ class SenderLoop:
         self._emit(event)
 
     def _wake_waiters(self, handoff: _ActiveHandoff) -> None:
-        ended = handoff.machine.state in TERMINAL_STATES
-        for waiter in list(handoff.waiters):
-            waiter.has_landed = not ended and handoff.machine.has_layer_landed(waiter.layer)
-            if waiter.has_landed or ended:
-                handoff.waiters.remove(waiter)
-                waiter.done.set()
+        handoff.waiters = [
+            waiter for waiter in handoff.waiters if not waiter.try_finish(handoff.machine)
+        ]

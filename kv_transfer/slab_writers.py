@@ -17,7 +17,7 @@ from baton.process.failpoints import FailpointAction
 from baton.types import Incarnation, Ticket
 from kv_transfer.arena.slab_copier import SlabCopier, finish_payload
 from kv_transfer.common.settings import TransferSettings
-from kv_transfer.core.handoff_common import CUDA_IPC, is_one_sided
+from kv_transfer.core.handoff_common import CUDA_IPC, ArenaShape, is_one_sided
 from kv_transfer.core.send_queue import OutgoingWrite, SendSettings
 from kv_transfer.core.writer_lock import NoLock, WriterLock
 from kv_transfer.device.device_fence import DeviceTicketLock
@@ -71,6 +71,7 @@ class SlabWriters:
         # Runs a command on the plane's thread; called from threads of the device.
         self.post_command: Callable[[Callable[[], None]], bool] = lambda _: False
         self.writer_process = "" if device is None else device.writer_name
+        self.shape = ArenaShape(layout.num_layers, layout.num_kv_heads, layout.slab_bytes)
         self._copier = SlabCopier(arena, layout)
         self.num_blocks = self._copier.arena_slabs.num_blocks
         self._settings = settings

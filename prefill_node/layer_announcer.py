@@ -1,13 +1,14 @@
 """Announces to the transfer plane which blocks a step completes, by groups of layers."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from baton.errors import HandoffFailed
+from baton.kv.device_event import DeviceEvent
 from baton.process.clock import Clock
 from baton.process.failpoints import FAILPOINTS, failpoint
 from baton.types import AttemptKey, BlockIndex
-from kv_transfer.plane import OutboundPlane, reads_device_memory
+from kv_transfer.plane import OutboundPlane, ReadyGate, reads_device_memory
 
 _HOLD_FAILPOINT = "prefill.layer.landed"
 
@@ -23,7 +24,11 @@ class BlockRange:
 
 @dataclass(slots=True)
 class LayerAnnouncer:
-    """A LayerCallback for one step: after each group of layers its blocks may be sent."""
+    """A LayerCallback for one step: after each group of layers its blocks may be sent.
+
+    A device's groups are announced while it computes them, each behind a gate that passes when its
+    last layer is computed.
+    """
 
     plane: OutboundPlane
     ranges: Sequence[BlockRange]
@@ -33,6 +38,7 @@ class LayerAnnouncer:
     slowed_seconds: float = 0.0  # by all that the step waits for because of hand-offs
     num_announced: int = 0  # layers
     num_groups: int = 0  # announced
+    _gates: dict[int, ReadyGate] = field(default_factory=dict)  # by the last layer of their groups
 
     @property
     def blocks(self) -> Sequence[BlockIndex]:
@@ -40,6 +46,20 @@ class LayerAnnouncer:
         if reads_device_memory(self.plane):
             return ()
         return [block for completed in self.ranges for block in completed.blocks]
+
+    def ends_group(self, layer: int) -> bool:
+        computed = layer + 1
+        return (
+            computed % self.group_layers == 0
+            or computed == self.num_layers
+            or _HOLD_FAILPOINT in FAILPOINTS.armed
+        )
+
+    def on_launched(self, layer_ends: Mapping[int, DeviceEvent]) -> None:
+        """Announce all layers."""
+        for layer, event in layer_ends.items():
+            gate = self._gates[layer] = ReadyGate(event)
+            self._announce_group(layer + 1, gate)
 
     def __call__(self, layer: int) -> None:
         started = self.clock()
@@ -49,20 +69,23 @@ class LayerAnnouncer:
 
     @failpoint("prefill.layer")
     def _complete_layer(self, layer: int) -> None:
-        computed = layer + 1
-        if (
-            computed - self.num_announced >= self.group_layers
-            or computed == self.num_layers
-            or _HOLD_FAILPOINT in FAILPOINTS.armed
-        ):
-            self._announce_group(computed)
+        gate = self._gates.get(layer)
+        if gate is not None:
+            gate.mark_passed(self.clock())
+        elif layer >= self.num_announced and self.ends_group(layer):
+            self._announce_group(layer + 1)
 
-    def _announce_group(self, computed: int) -> None:
+    def _announce_group(self, computed: int, gate: ReadyGate | None = None) -> None:
         first, self.num_announced = self.num_announced, computed
         self.num_groups += 1
         for completed in self.ranges:
             self.plane.announce_layer(
-                completed.key, first, completed.first_block, completed.blocks, computed - first
+                completed.key,
+                first,
+                completed.first_block,
+                completed.blocks,
+                computed - first,
+                gate,
             )
 
     def _hold_until_landed(self, layer: int) -> None:

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from baton.online_fit import OnlineLinearFit
-from kv_transfer.core.layer_groups import LayeredStep, LinkCost, choose_group_layers
+from kv_transfer.core.layer_groups import LayeredStep, choose_group_layers
+from kv_transfer.core.link_costs import LinkCost
 from node_engine.core.step.step_batch import StepBatch
 
 _KILO, _MEBI = 1 / 1024, 1 / 1024**2

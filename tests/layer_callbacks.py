@@ -1,8 +1,9 @@
 """Layer callbacks for steps that tests run themselves."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from baton.kv.device_event import DeviceEvent
 from baton.types import BlockIndex
 
 
@@ -13,6 +14,11 @@ class FunctionCallback:
     function: Callable[[int], object]
     blocks: Sequence[BlockIndex] = ()
     slowed_seconds: float = 0.0
+
+    def ends_group(self, layer: int) -> bool:
+        return True
+
+    def on_launched(self, layer_ends: Mapping[int, DeviceEvent]) -> None: ...
 
     def __call__(self, layer: int) -> None:
         self.function(layer)

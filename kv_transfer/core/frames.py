@@ -158,6 +158,11 @@ def parse_frame_to_writer(data: bytes | memoryview) -> FrameToWriter:
     return _parse(_TO_WRITER_DECODER, data)
 
 
+def corrupt_header(header: bytes) -> bytes:
+    """For tests: the header with its first bit flipped."""
+    return bytes((header[0] ^ 1, *header[1:]))
+
+
 def _parse(decoder: "msgspec.msgpack.Decoder[F]", data: bytes | memoryview) -> F:
     if len(data) > MAX_HEADER_BYTES:
         raise BadFrame(f"a header of {len(data)} bytes; at most {MAX_HEADER_BYTES} are allowed")

@@ -14,36 +14,13 @@ does, or the last but one group, if the last one is small. Sending the step whol
 best g is never predicted to be slower than that.
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from baton.online_fit import OnlineLinearFit
+from kv_transfer.core.link_costs import LinkCost
 
-_MIB = 1 << 20
-_LINK_PRIOR = (0.0003, 0.0005)  # seconds: per message, per MiB. The first message scales them
 # A finer group has to gain this share of the predicted time, and need not gain more than so many
 # seconds, because predictions are not exact and fewer messages leave more of the machine to others.
 _MIN_GAIN, _MAX_MIN_GAIN_SECONDS = 0.005, 0.002
-
-
-@dataclass(frozen=True, slots=True)
-class LinkCost:
-    """What a link takes to land messages, in seconds."""
-
-    message_seconds: float = _LINK_PRIOR[0]
-    byte_seconds: float = _LINK_PRIOR[1] / _MIB
-    max_payload_bytes: int = _MIB  # of one message
-
-    def transfer_seconds(self, num_layers: float, layer_bytes: int) -> float:
-        """Seconds until whole layers have landed, as many in a message as it carries."""
-        if not layer_bytes:
-            return 0.0
-        layers_per_message = self.max_payload_bytes // layer_bytes
-        if layers_per_message:
-            messages = math.ceil(num_layers / layers_per_message)
-        else:
-            messages = math.ceil(num_layers * math.ceil(layer_bytes / self.max_payload_bytes))
-        return messages * self.message_seconds + num_layers * layer_bytes * self.byte_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,34 +60,3 @@ def choose_group_layers(step: LayeredStep, link: LinkCost) -> int:
     predicted = [step.predict_seconds(size, link) for size in sizes]
     enough = min(predicted) + min(_MIN_GAIN * predicted[0], _MAX_MIN_GAIN_SECONDS)
     return next(size for size, seconds in zip(sizes, predicted, strict=True) if seconds <= enough)
-
-
-@dataclass(frozen=True, slots=True)
-class BusyPeriod:
-    """Messages of one hand-off from the moment that nothing was on its way to the next such one."""
-
-    started_at: float
-    messages: int = 0
-    size: int = 0  # bytes
-
-    def with_message(self, size: int) -> "BusyPeriod":
-        return replace(self, messages=self.messages + 1, size=self.size + size)
-
-
-class LinkCostEstimator:
-    """Learns the cost of one link from busy periods, the newest ones weighing most.
-
-    A busy period is observed as a whole, because messages overlap: while one lands, the next is
-    written.
-    """
-
-    def __init__(self, max_payload_bytes: int) -> None:
-        self._fit = OnlineLinearFit(_LINK_PRIOR)
-        self.cost = LinkCost(max_payload_bytes=max_payload_bytes)
-
-    def observe_busy_period(self, period: BusyPeriod, ended_at: float) -> None:
-        """Everything that was sent in the period has landed."""
-        features = float(period.messages), period.size / _MIB
-        self._fit.add_observation(features, ended_at - period.started_at)
-        per_message, per_mib = self._fit.coefficients
-        self.cost = LinkCost(per_message, per_mib / _MIB, self.cost.max_payload_bytes)

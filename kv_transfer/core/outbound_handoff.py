@@ -15,7 +15,7 @@ at the end. Once decode has fenced this writer off, the lock cannot be acquired 
 return frames for decode, events for the node, and IgnoredInput. COMMITTED and ABORTED are final.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from baton.errors import (
@@ -35,8 +35,10 @@ from kv_transfer.core.events import (
     SealInfo,
 )
 from kv_transfer.core.handoff_common import NEVER, ArenaShape, IgnoredInput
+from kv_transfer.core.handoff_progress import HandoffProgress
 from kv_transfer.core.send_queue import (
     OutgoingWrite,
+    ReadyGate,
     ReadySlabs,
     SendSettings,
     split_next_write,
@@ -88,9 +90,7 @@ class OutboundHandoff:
     needs_abort_frame: bool = False  # send Abort to decode once no write is in flight
     last_progress_at: float = 0.0  # when decode last answered, or was last given work to answer
     next_renewal_at: float = NEVER
-    last_ready_at: float = 0.0
-    last_landed_at: float = 0.0
-    slabs_landed_before_last_layer: int = 0
+    progress: HandoffProgress = field(default_factory=HandoffProgress)
     grid: SlabGrid = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,25 +104,23 @@ class OutboundHandoff:
     @property
     def _answer_deadline(self) -> float:
         waiting = self.state is OutboundState.SEALED or self.unacked_bytes or not self.window_bytes
+        waiting = waiting and not self.progress.gates
         return self.last_progress_at + self.settings.answer_timeout if waiting else NEVER
 
     def is_answer_overdue(self, now: float) -> bool:
         """Whether decode has not answered a Write or Seal for `answer_timeout`."""
         return self.state in _OPEN_STATES and now >= self._answer_deadline
 
-    def has_layer_landed(self, layer: int) -> bool:
-        """Whether every announced slab of the layer has landed that decode did not hold before."""
-        first = self.ticket.first_block if self.ticket else 0
-        if first >= self.num_blocks:
-            return True
-        layer_slabs = self.grid.bitmask(SlabRange(layer, 1, first, self.num_blocks - first))
-        missing = layer_slabs & self.announced_slabs & ~self.landed_slabs
-        return self.ticket is not None and missing == 0
-
     # calls of the node
 
+    def on_gate_passed(self, gate: ReadyGate) -> list[OutboundOutput]:
+        """Slabs that were announced behind this gate are final."""
+        self.progress = self.progress.with_passed(gate, self.landed_slabs.bit_count())
+        self.last_progress_at = self.progress.last_ready_at  # decode had nothing to answer before
+        return []
+
     def announce_slabs(self, ready: ReadySlabs, now: float) -> list[OutboundOutput]:
-        """Queue slabs whose KV is final. They are sent once the ticket is known."""
+        """Queue slabs whose KV is final, or behind a gate. They are sent with the ticket known."""
         if self.state not in _OPEN_STATES:
             return [IgnoredInput("announce")]
         if not ready.source_blocks:
@@ -138,9 +136,9 @@ class OutboundHandoff:
                 )
             )
         self.announced_slabs |= self.grid.bitmask(ready.slab_range)
-        self.last_ready_at = now
-        self.slabs_landed_before_last_layer = self.landed_slabs.bit_count()
         self.send_queue += self._clip_to_missing(ready)
+        landed = self.landed_slabs.bit_count()
+        self.progress = self.progress.with_announced(ready.gate, landed, now)
         return []
 
     def set_ticket(self, ticket: Ticket, lock: WriterLock, now: float) -> list[OutboundOutput]:
@@ -282,7 +280,8 @@ class OutboundHandoff:
             return [IgnoredInput("duplicate")]
         self.landed_slabs |= bits
         self.unacked_bytes -= slab_range.num_slabs * self.shape.slab_bytes
-        self.last_progress_at = self.last_landed_at = now
+        self.last_progress_at = now
+        self.progress = replace(self.progress, last_landed_at=now)
         return []
 
     def _on_committed(self, now: float) -> list[OutboundOutput]:
@@ -292,9 +291,9 @@ class OutboundHandoff:
             transport=self.ticket.transport,
             bytes_sent=self.bytes_sent,
             slabs_sent=self.sent_slabs.bit_count(),
-            slabs_landed_before_last_layer=self.slabs_landed_before_last_layer,
-            exposed_seconds=max(0.0, self.last_landed_at - self.last_ready_at),
-            commit_seconds=max(0.0, now - max(self.last_landed_at, self.last_ready_at)),
+            slabs_landed_before_last_layer=self.progress.landed_before_last_layer,
+            exposed_seconds=self.progress.exposed_seconds,
+            commit_seconds=self.progress.commit_seconds(now),
         )
         return [OutboundCommitted(self.key, stats)]
 

@@ -1,7 +1,9 @@
 """Slabs that are ready to be sent, and how they are cut into messages."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
+from baton.kv.device_event import DeviceEvent
 from baton.types import BlockIndex
 from kv_transfer.core.frames import INITIAL_WINDOW_BYTES
 from kv_transfer.core.slabs import SlabRange
@@ -19,13 +21,33 @@ class SendSettings:
     answer_timeout: float  # seconds without an answer after which the hand-off aborts
 
 
+@dataclass(eq=False, slots=True)
+class ReadyGate:
+    """What slabs wait for that are announced while a device still computes them.
+
+    The device orders its copies after `event` itself, so that nothing has to be launched any more
+    once the slabs are final.
+    """
+
+    event: DeviceEvent
+    passed_at: float | None = None  # on the plane's clock
+    on_passed: list[Callable[[], None]] = field(default_factory=list)
+
+    def mark_passed(self, now: float) -> None:
+        """The event has passed. Called by the thread that has announced the slabs."""
+        self.passed_at = now
+        for call in self.on_passed:
+            call()
+
+
 @dataclass(frozen=True, slots=True)
 class ReadySlabs:
-    """One layer of consecutive logical blocks is final in the arena."""
+    """One layer of consecutive logical blocks is final in the arena, or will be behind a gate."""
 
     layer: int
     first_block: int  # logical
     source_blocks: tuple[BlockIndex, ...]  # the arena's blocks that hold them, in order
+    gate: ReadyGate | None = None
 
     @property
     def slab_range(self) -> SlabRange:
@@ -49,6 +71,11 @@ class OutgoingWrite:
 
     slab_range: SlabRange
     source_blocks: tuple[BlockIndex, ...]  # the same blocks of the arena for every layer
+    gate: ReadyGate | None = None  # before which a device must not read them
+
+    @property
+    def event(self) -> DeviceEvent | None:
+        return None if self.gate is None else self.gate.event
 
 
 def split_next_write(
@@ -63,7 +90,8 @@ def split_next_write(
     num_blocks = len(head.source_blocks)
     if num_blocks > max_slabs:
         first, later = head.source_blocks[:max_slabs], head.source_blocks[max_slabs:]
-        write = OutgoingWrite(SlabRange(head.layer, 1, head.first_block, max_slabs), first)
+        slab_range = SlabRange(head.layer, 1, head.first_block, max_slabs)
+        write = OutgoingWrite(slab_range, first, head.gate)
         remaining = replace(head, first_block=head.first_block + max_slabs, source_blocks=later)
         return write, (remaining, *queue[1:])
     limit = min(max_layers or max_slabs, max_slabs // num_blocks, len(queue))
@@ -71,4 +99,4 @@ def split_next_write(
     while layers < limit and queue[layers] == replace(head, layer=head.layer + layers):
         layers += 1
     slab_range = SlabRange(head.layer, layers, head.first_block, num_blocks)
-    return OutgoingWrite(slab_range, head.source_blocks), queue[layers:]
+    return OutgoingWrite(slab_range, head.source_blocks, head.gate), queue[layers:]

@@ -10,6 +10,7 @@ from itertools import cycle
 import numpy as np
 import torch
 
+from baton.kv.device_event import DeviceEvent
 from baton.process.clock import monotonic_clock
 from kv_transfer.device.completions import CompletionThread
 from kv_transfer.device.cuda_views import map_pinned
@@ -67,7 +68,7 @@ class BlockNumbers:
         return _UploadedNumbers(numbers, uploaded, {stream_index})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class QueuedLaunch:
     """A launch that the device computes."""
 
@@ -75,6 +76,13 @@ class QueuedLaunch:
     finish: Callable[[], None]  # passes its result on; it must not raise
     on_failed: Callable[[RuntimeError], None]  # passes on that the device has failed
     kept: object  # what the launch reads, kept alive until it has ended
+    after: DeviceEvent | None = None  # that has to pass before it begins
+
+    def may_have_begun(self) -> bool:
+        try:
+            return self.after is None or self.after.query()
+        except RuntimeError:  # waiting for its end finds out why
+            return True
 
     def wait_and_finish(self) -> None:
         try:
@@ -89,8 +97,9 @@ class LaunchQueue:
     """Streams that are used in turn, and the waiting for launches, in their order.
 
     The launching thread waits for short launches itself. A thread of the queue waits for the
-    others: waking it, and being woken by it, takes longer than most launches. Apart from `close`,
-    all methods are for one launching thread.
+    others: waking it, and being woken by it, takes longer than most launches. Nobody waits for a
+    launch that still waits for an event. Apart from `close`, all methods are for one launching
+    thread.
     """
 
     def __init__(self, name: str, streams: Sequence[torch.cuda.Stream]) -> None:
@@ -98,12 +107,18 @@ class LaunchQueue:
         self.block_numbers = BlockNumbers(streams)
         self._ends = CompletionThread(name)
         self._stream_indices = cycle(range(len(streams)))
-        self._recent: deque[QueuedLaunch] = deque()
+        self._recent: list[QueuedLaunch] = []
         self._turns_to_skip = 0
 
     def next_stream(self) -> int:
         """The index of the stream of the next launch."""
         return next(self._stream_indices)
+
+    def delay_stream(self, index: int, after: DeviceEvent | None) -> None:
+        """Let what is queued there from now on begin after the event."""
+        if after is not None:
+            assert isinstance(after, torch.cuda.Event)
+            self.streams[index].wait_event(after)
 
     def add_launch(self, launch: QueuedLaunch) -> None:
         """`pass_on_ends` must follow."""
@@ -115,22 +130,27 @@ class LaunchQueue:
         After a launch that took long, because others use the device, the thread waits for all
         launches of the next turns.
         """
+        begun, waiting = deque[QueuedLaunch](), list[QueuedLaunch]()
+        for launch in self._recent:
+            (begun if launch.may_have_begun() else waiting).append(launch)
+        self._recent = waiting
         if self._turns_to_skip:
-            self._turns_to_skip -= bool(self._recent)
+            self._turns_to_skip -= bool(begun)
         elif self._ends.is_idle:
-            self._finish_short_launches()
-        while self._recent:
-            self._ends.put(self._recent.popleft().wait_and_finish)
+            self._finish_short_launches(begun)
+        for launch in begun:
+            self._ends.put(launch.wait_and_finish)
 
-    def _finish_short_launches(self) -> None:
+    def _finish_short_launches(self, launches: deque[QueuedLaunch]) -> None:
+        """Take those that end soon off the front."""
         deadline = monotonic_clock() + _BRIEF_SECONDS
-        while self._recent:
+        while launches:
             try:
-                has_ended = self._recent[0].ended.query()
+                has_ended = launches[0].ended.query()
             except RuntimeError:
                 return  # the thread finds out why
             if has_ended:
-                self._recent.popleft().finish()
+                launches.popleft().finish()
             elif monotonic_clock() >= deadline:
                 self._turns_to_skip = _TURNS_AFTER_LONG_LAUNCH
                 return
@@ -139,7 +159,9 @@ class LaunchQueue:
 
     def close(self) -> None:
         """Pass on the results of all launches and end the thread."""
-        self.pass_on_ends()
+        for launch in self._recent:
+            self._ends.put(launch.wait_and_finish)
+        self._recent.clear()
         self._ends.close()
 
 

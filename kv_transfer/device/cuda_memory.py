@@ -16,6 +16,7 @@ import torch
 
 from baton.errors import UnmappableSegment
 from baton.kv.blocks import KVLayout
+from baton.kv.device_event import DeviceEvent
 from kv_kernels.triton.block_copy import SlabPlaces, count_checksum_parts, launch_slab_move
 from kv_transfer.core.slabs import SlabRange
 from kv_transfer.device.cuda_driver_api import UVM_FILE, CudaDriver, CudaError
@@ -78,9 +79,12 @@ class CudaPeerMemory:
         target: Sequence[int],
         on_done: OnChecksum,
         *,
+        after: DeviceEvent | None = None,
         corrupt: bool = False,
     ) -> None:
-        self._owner.copy_slabs(slab_range, source, target, self._words, on_done, corrupt=corrupt)
+        self._owner.copy_slabs(
+            slab_range, source, target, self._words, on_done, after=after, corrupt=corrupt
+        )
 
     def close(self) -> None:
         self._words = self._words[:0]
@@ -217,7 +221,14 @@ class CudaMemory:
                 self._flip_bit(slab_range.first_layer, blocks[0])
             self._launch(self._checks, slab_range, blocks, blocks, None, on_done)
 
-    def read_slabs(self, slab_range: SlabRange, blocks: Sequence[int], on_done: OnPayload) -> None:
+    def read_slabs(
+        self,
+        slab_range: SlabRange,
+        blocks: Sequence[int],
+        on_done: OnPayload,
+        *,
+        after: DeviceEvent | None = None,
+    ) -> None:
         with _device_errors():
             host = torch.empty(len(blocks) * self._slab_words, dtype=torch.int64, pin_memory=True)
             target = SlabPlaces(map_pinned(host).view(torch.int64), self._slab_words, 0)
@@ -229,7 +240,7 @@ class CudaMemory:
                     on_done(host.numpy().data.cast("B"))
 
             numbers = range(len(blocks))
-            self._launch(self._copies, slab_range, blocks, numbers, target, finish)
+            self._launch(self._copies, slab_range, blocks, numbers, target, finish, after=after)
 
     def _flip_bit(self, layer: int, block: int) -> None:
         word = block * self._block_words + layer * self._slab_words
@@ -253,6 +264,7 @@ class CudaMemory:
         target_words: torch.Tensor,  # int64, of an arena of the same layout
         on_done: OnChecksum,
         *,
+        after: DeviceEvent | None = None,
         corrupt: bool = False,
     ) -> None:
         """Copy slabs to another arena; see PeerMemory.write_slabs. Raises DeviceFailed."""
@@ -260,7 +272,11 @@ class CudaMemory:
         with _device_errors():
             places = SlabPlaces(target_words, self._block_words, first_word)
             flipped = target[0] * self._block_words + first_word if corrupt else None
-            self._launch(self._copies, slab_range, source, target, places, on_done, flipped)
+            self._launch(
+                *(self._copies, slab_range, source, target, places, on_done),
+                after=after,
+                flipped_word=flipped,
+            )
 
     def _launch(
         self,
@@ -270,6 +286,8 @@ class CudaMemory:
         target: Sequence[int],
         places: SlabPlaces | None,
         on_done: OnChecksum,
+        *,
+        after: DeviceEvent | None = None,
         flipped_word: int | None = None,
     ) -> None:
         words = slab_range.num_layers * self._slab_words
@@ -278,16 +296,12 @@ class CudaMemory:
         first_word = slab_range.first_layer * self._slab_words
         index = queue.next_stream()
         with torch.cuda.device(self._device):
-            numbers = [queue.block_numbers.upload(blocks, index) for blocks in (source, target)]
+            read = queue.block_numbers.upload(source, index)
+            written = queue.block_numbers.upload(target, index)
             with torch.cuda.stream(queue.streams[index]):
-                launch_slab_move(
-                    SlabPlaces(self._words, self._block_words, first_word),
-                    places,
-                    numbers[0],
-                    numbers[1],
-                    words,
-                    slot.view_parts(count, parts),
-                )
+                queue.delay_stream(index, after)
+                own = SlabPlaces(self._words, self._block_words, first_word)
+                launch_slab_move(own, places, read, written, words, slot.view_parts(count, parts))
                 ended = torch.cuda.Event(blocking=True)
                 ended.record()
         if flipped_word is not None and places is not None:
@@ -298,10 +312,10 @@ class CudaMemory:
             self._slots.give_back(slot)
             on_done(checksum)
 
-        # After a failure the slot may still be written: it is not used again.
-        queue.add_launch(
-            QueuedLaunch(ended, finish, lambda error: on_done(_to_device_failed(error)), numbers)
-        )
+        def fail(error: RuntimeError) -> None:  # the slot may still be written: not used again
+            on_done(_to_device_failed(error))
+
+        queue.add_launch(QueuedLaunch(ended, finish, fail, (read, written), after))
 
 
 def _flip_bit_after(ended: torch.cuda.Event, words: torch.Tensor, word: int) -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from baton.errors import HandoffFailed
+from baton.kv.device_event import DeviceEvent
 from kv_transfer.core.slabs import SlabRange
 
 
@@ -62,11 +63,13 @@ class PeerMemory(Protocol):
         target: Sequence[int],  # blocks of the peer's, as many
         on_done: OnChecksum,
         *,
+        after: DeviceEvent | None = None,
         corrupt: bool = False,
     ) -> None:
         """Copy slabs into the peer's arena; the checksum is that of what was read.
 
-        `corrupt` changes one bit of what is written, for tests. Raises DeviceFailed.
+        They are read after the event `after` has passed. `corrupt` changes one bit of what is
+        written, for tests. Raises DeviceFailed.
         """
         ...
 
@@ -132,16 +135,23 @@ class TransferDevice(Protocol):
         """
         ...
 
-    def read_slabs(self, slab_range: SlabRange, blocks: Sequence[int], on_done: OnPayload) -> None:
-        """Copy slabs of one layer to host memory. Raises DeviceFailed."""
+    def read_slabs(
+        self,
+        slab_range: SlabRange,
+        blocks: Sequence[int],
+        on_done: OnPayload,
+        *,
+        after: DeviceEvent | None = None,
+    ) -> None:
+        """Copy slabs of one layer to host memory, after the event. Raises DeviceFailed."""
         ...
 
     def pass_on_ends(self, *, of_checks: bool) -> None:
         """Pass on the results of queued checks, or of writes and reads, at once or later.
 
-        Must be called after queueing such work, by the thread that queues it: a node that has
-        changed its role checks on one thread and writes on another. Takes a fraction of a
-        millisecond at most.
+        Must be called after queueing such work, and again once the event that it was queued behind
+        has passed, by the thread that queues it: a node that has changed its role checks on one
+        thread and writes on another. Takes a fraction of a millisecond at most.
         """
         ...
 

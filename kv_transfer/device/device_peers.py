@@ -33,7 +33,12 @@ class DevicePeer:
     ) -> None:
         """Queue a write; `end_write` must follow its end. Raises DeviceFailed."""
         self._memory.write_slabs(
-            write.slab_range, write.source_blocks, target, on_done, corrupt=corrupt
+            write.slab_range,
+            write.source_blocks,
+            target,
+            on_done,
+            after=write.event,
+            corrupt=corrupt,
         )
         self._writes_in_flight += 1
 
@@ -162,6 +167,7 @@ class DeviceWriter:
             write.slab_range,
             write.source_blocks,
             lambda result: _ignore(self._post(lambda: end_read(result))),
+            after=write.event,
         )
         self.num_in_flight += 1
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from baton.errors import LayoutMismatch, PeerUnreachable, UnmappableSegment
 from baton.kv.blocks import KVLayout
+from baton.kv.device_event import DeviceEvent
 from baton.shared_memory.addressing import BlockAddressSpace
 from kv_kernels.reference.block_checksums import compute_checksums
 from kv_transfer.arena.arena_slabs import ArenaSlabs
@@ -49,11 +50,14 @@ class HostPeerMemory:
         target: Sequence[int],
         on_done: OnChecksum,
         *,
+        after: DeviceEvent | None = None,
         corrupt: bool = False,
     ) -> None:
         own, peer = self._owner.slabs, self._slabs
 
         def copy() -> None:
+            if after is not None:
+                after.synchronize()
             payload = own.gather_slabs(own.slab_rows(slab_range, source))
             checksum = compute_checksum(payload, slab_range)
             rows = peer.slab_rows(slab_range, target)
@@ -145,9 +149,22 @@ class HostMemory:
             lambda: on_done(compute_checksum(self.slabs.gather_slabs(rows), slab_range))
         )
 
-    def read_slabs(self, slab_range: SlabRange, blocks: Sequence[int], on_done: OnPayload) -> None:
+    def read_slabs(
+        self,
+        slab_range: SlabRange,
+        blocks: Sequence[int],
+        on_done: OnPayload,
+        *,
+        after: DeviceEvent | None = None,
+    ) -> None:
         rows = self.slabs.slab_rows(slab_range, blocks)
-        self.stream.put(lambda: on_done(self.slabs.gather_slabs(rows)))
+
+        def read() -> None:
+            if after is not None:
+                after.synchronize()
+            on_done(self.slabs.gather_slabs(rows))
+
+        self.stream.put(read)
 
     def pass_on_ends(self, *, of_checks: bool) -> None:
         """Nothing to do: the thread passes results on."""

@@ -1,11 +1,12 @@
 """What a node needs of an engine: one forward pass over one arena of KV blocks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from baton.kv.blocks import KVLayout
+from baton.kv.device_event import DeviceEvent
 from baton.models.model_identity import ModelIdentity
 from baton.types import BlockIndex
 from node_engine.core.step.step_batch import SliceResult, StepBatch
@@ -20,7 +21,18 @@ class LayerCallback(Protocol):
 
     @property
     def blocks(self) -> Sequence[BlockIndex]:
-        """The blocks that are read in the arena once the callback was called."""
+        """The blocks that are read in host memory once the callback was called."""
+        ...
+
+    def ends_group(self, layer: int) -> bool:
+        """Whether it matters at once that the layers up to this one can be read."""
+        ...
+
+    def on_launched(self, layer_ends: Mapping[int, DeviceEvent]) -> None:
+        """All of the step is queued on a device: layers up to n are final after `layer_ends[n]`.
+
+        There is an event for the last layer of each group. Only called if `blocks` is empty, before
+        the callback itself is called."""
         ...
 
     def __call__(self, layer: int) -> None: ...

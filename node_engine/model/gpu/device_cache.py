@@ -14,7 +14,7 @@ from baton.errors import ConfigError
 from baton.types import BlockIndex
 from kv_kernels.reference.paged_attention import PagedCache
 from kv_kernels.triton.block_copy import copy_blocks_between
-from node_engine.core.step.engine import make_completed_save
+from node_engine.core.step.engine import LayerCallback, make_completed_save
 from node_engine.core.step.step_batch import SequenceSlice
 from node_engine.model.gpu.layer_reporters import (
     CudaLayerReporter,
@@ -109,16 +109,18 @@ class DeviceCache:
         return make_completed_save()
 
     def report_layers(
-        self, blocks: Sequence[BlockIndex], on_saved: Callable[[int], None]
+        self, on_layer: LayerCallback, on_saved: Callable[[int], None]
     ) -> LayerReporter:
-        """Reports the layers of one step to `on_saved`, once their `blocks` are in host memory.
+        """Reports the layers of a step for `on_layer`, calling `on_saved` in its place.
 
-        Without `blocks` nothing is copied, and layers are reported once they are computed.
+        They are reported once the callback's blocks are in host memory. If it has none, nothing is
+        copied: it gets the events of the ends of its groups, and layers are reported after them.
         """
+        blocks = on_layer.blocks
         if self._device.type != "cuda":
             return HostLayerSaver(self.cache.arena, self.host, self._as_tensor(blocks), on_saved)
         if not blocks:
-            return CudaLayerReporter(on_saved)
+            return CudaLayerReporter(on_layer, on_saved)
         return CudaLayerSaver(self.cache.arena, self.host, self._as_tensor(blocks), on_saved)
 
     def _as_tensor(self, blocks: Sequence[BlockIndex]) -> torch.Tensor:

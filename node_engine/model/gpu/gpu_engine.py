@@ -171,10 +171,11 @@ class GpuEngine(BaseEngine):
         """Run a step whose layers are read by others as they are computed."""
         self._ahead = None
         slowdown = StepSlowdown(on_layer)
-        reporter = self._bound_memory.report_layers(on_layer.blocks, slowdown.report_layer)
+        reporter = self._bound_memory.report_layers(on_layer, slowdown.report_layer)
         with reporter.finished_at_exit():
             launched = self._bound_launcher.launch(batch, on_written=reporter.on_layer_written)
             slowdown.end_launch()
+            reporter.end_launch()
         slowdown.end_step(reporter.measure_copy_wait())
         return self._read_results(batch, launched)
 

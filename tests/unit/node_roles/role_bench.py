@@ -28,7 +28,7 @@ from baton.types import (
     Ticket,
     TicketId,
 )
-from kv_transfer.plane import LinkCost, SealInfo
+from kv_transfer.plane import LinkCost, ReadyGate, SealInfo
 from node_engine.core.blocks.block_pool import BlockPool
 from node_engine.core.blocks.block_records import BlockState
 from node_engine.core.node_commands import NodeCommand, NodeJoined
@@ -127,6 +127,7 @@ class FakeOutbound:
         first: int,
         source: Sequence[BlockIndex],
         num_layers: int = 1,
+        gate: ReadyGate | None = None,
     ) -> None:
         layers = range(layer, layer + num_layers)
         self.ready.setdefault(key, []).extend((each, first, tuple(source)) for each in layers)

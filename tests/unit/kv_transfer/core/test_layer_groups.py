@@ -7,13 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.core.layer_groups import (
-    BusyPeriod,
-    LayeredStep,
-    LinkCost,
-    LinkCostEstimator,
-    choose_group_layers,
-)
+from kv_transfer.core.layer_groups import LayeredStep, choose_group_layers
+from kv_transfer.core.link_costs import LinkCost
 
 MIB = 1 << 20
 # 24 layers of 1 MiB, each computed in 2 ms and landed in 0.5 ms
@@ -85,19 +80,3 @@ def test_a_layer_larger_than_a_message_costs_several() -> None:
     assert link.transfer_seconds(2, 3 * MIB) == 6.0
     assert link.transfer_seconds(8, MIB // 4) == 2.0
     assert link.transfer_seconds(3, 0) == 0.0
-
-
-def test_link_cost_is_learned_from_busy_periods() -> None:
-    """First from a prior of another machine, and anew when the link changes."""
-    estimator = LinkCostEstimator(MIB)
-    for message, per_mib in ((0.002, 0.001), (0.0002, 0.01)):
-        for number in range(200):
-            count, size = 1 + number % 5, (number % 7 + 1) * MIB // 4
-            period = BusyPeriod(100.0)
-            for _ in range(count):
-                period = period.with_message(size)
-            took = count * (message + size / MIB * per_mib)
-            estimator.observe_busy_period(period, 100.0 + took)
-        assert estimator.cost.message_seconds == pytest.approx(message, rel=0.5)
-        assert estimator.cost.byte_seconds * MIB == pytest.approx(per_mib, rel=0.2)
-        assert estimator.cost.max_payload_bytes == MIB

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.types import BlockIndex
-from kv_transfer.core.send_queue import ReadySlabs, split_next_write
+from kv_transfer.core.send_queue import ReadyGate, ReadySlabs, split_next_write
+from tests.device_events import IdentityEvent
 
 
 def _slabs(ready: ReadySlabs) -> list[tuple[int, int, int]]:
@@ -59,3 +60,26 @@ def test_layers_of_one_chunk_share_a_message_and_those_of_two_do_not() -> None:
         2,
         queue[2:],
     )
+
+
+def test_layers_behind_different_gates_do_not_travel_together() -> None:
+    gates = [ReadyGate(IdentityEvent()) for _ in range(2)]
+    blocks = (BlockIndex(4), BlockIndex(5))
+    queue = tuple(ReadySlabs(layer, 0, blocks, gates[layer // 2]) for layer in range(4))
+    writes = []
+    while queue:
+        write, queue = split_next_write(queue, 6, 0)
+        writes.append(write)
+    assert [(write.slab_range.num_layers, write.gate) for write in writes] == [
+        (2, gates[0]),
+        (2, gates[1]),
+    ]
+
+
+def test_parts_of_a_layer_keep_its_gate() -> None:
+    gate = ReadyGate(IdentityEvent())
+    queue: tuple[ReadySlabs, ...] = (ReadySlabs(0, 0, (BlockIndex(4), BlockIndex(5)), gate),)
+    write, queue = split_next_write(queue, 1, 0)
+    assert (write.gate, write.event) == (gate, gate.event)
+    write, queue = split_next_write(queue, 1, 0)
+    assert (write.gate, queue) == (gate, ())

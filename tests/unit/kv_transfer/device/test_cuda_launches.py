@@ -58,11 +58,13 @@ class Launches:
         self._queue = queue
         self._clock = clock
 
-    def add(self, number: int, queries: int) -> ScriptedEvent:
+    def add(self, number: int, queries: int, after: ScriptedEvent | None = None) -> ScriptedEvent:
         event = ScriptedEvent(self._clock, queries)
         ended: Any = event
         self._queue.add_launch(
-            QueuedLaunch(ended, lambda: self._pass_on(number), self._pass_on, kept=None)
+            QueuedLaunch(
+                ended, lambda: self._pass_on(number), self._pass_on, kept=None, after=after
+            )
         )
         return event
 
@@ -135,8 +137,40 @@ def test_results_keep_their_order_behind_launches_of_the_thread(
     made.expect(0, 1)
 
 
-def test_a_failed_device_is_passed_on(launches: LaunchQueue, made: Launches) -> None:
+def test_nobody_waits_for_a_launch_that_waits_for_an_event(
+    launches: LaunchQueue, made: Launches, clock: list[float]
+) -> None:
+    computed = ScriptedEvent(clock, queries=3)
+    later = made.add(0, 1, computed)
+    made.add(1, 1)
+    launches.pass_on_ends()
+    assert made.expect(1) == {threading.get_ident()}
+    launches.pass_on_ends()
+    assert later.num_queries == 0
+    assert made.passed_on.empty()
+    launches.pass_on_ends()
+    assert made.expect(0) == {threading.get_ident()}
+
+
+def test_launches_that_wait_for_events_are_passed_on_at_close(
+    launches: LaunchQueue, made: Launches, clock: list[float]
+) -> None:
+    made.add(0, 1, ScriptedEvent(clock, queries=1000))
+    launches.pass_on_ends()
+    launches.close()
+    made.expect(0)
+
+
+def test_a_failed_device_is_passed_on(
+    launches: LaunchQueue, made: Launches, clock: list[float]
+) -> None:
     made.add(0, 3).error = RuntimeError("CUDA error: unspecified launch failure")
+    launches.pass_on_ends()
+    error, _ = made.passed_on.get(timeout=30)
+    assert "unspecified launch failure" in str(error)
+    computed = ScriptedEvent(clock, 1)
+    computed.error = RuntimeError("CUDA error: unspecified launch failure")
+    made.add(1, 3, computed).error = computed.error
     launches.pass_on_ends()
     error, _ = made.passed_on.get(timeout=30)
     assert "unspecified launch failure" in str(error)

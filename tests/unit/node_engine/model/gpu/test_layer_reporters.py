@@ -1,13 +1,15 @@
 """Layers of a step are reported in their order, each once the GPU has computed or copied it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
 import torch
 
+from baton.kv.device_event import DeviceEvent
 from node_engine.model.gpu import layer_reporters
 from node_engine.model.gpu.layer_reporters import CudaLayerReporter, CudaLayerSaver
+from tests.layer_callbacks import FunctionCallback
 
 
 class FakeCudaRuntime:
@@ -85,26 +87,44 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCudaRuntime:
     return gpu
 
 
-def test_computed_layers_are_reported_while_others_are_launched(gpu: FakeCudaRuntime) -> None:
+class GroupedCallback(FunctionCallback):
+    """A LayerCallback of groups of two layers."""
+
+    layer_ends: Mapping[int, DeviceEvent] = {}
+
+    def ends_group(self, layer: int) -> bool:
+        return layer % 2 == 1 or layer == 4
+
+    def on_launched(self, layer_ends: Mapping[int, DeviceEvent]) -> None:
+        self.layer_ends = layer_ends
+
+
+def test_layers_that_are_read_on_the_device_are_announced_before_they_are_reported(
+    gpu: FakeCudaRuntime,
+) -> None:
     reported: list[int] = []
-    reporter = CudaLayerReporter(reported.append)
+    callback = GroupedCallback(reported.append)
+    reporter = CudaLayerReporter(callback, callback)
     with reporter.finished_at_exit():
-        reporter.on_layer_written(0)
-        assert reported == []
+        for layer in range(5):
+            reporter.on_layer_written(layer)
+        assert not callback.layer_ends
         gpu.num_ended = 1
-        reporter.on_layer_written(1)
-        assert reported == [0]
-        reporter.on_layer_written(2)
-        assert reported == [0]
-    assert reported == [0, 1, 2]
-    assert gpu.log == ["wait compute"] * 3  # the last one has ended then
+        reporter.end_launch()
+        ends = {layer: event.query() for layer, event in callback.layer_ends.items()}
+        assert ends == {1: True, 3: False, 4: False}
+        assert reported == []
+    assert reported == [0, 1, 2, 3, 4]
+    assert gpu.num_recorded == 3
+    assert gpu.log == ["wait compute"] * 4  # the last one has ended the second time
     assert not gpu.copies
     assert reporter.measure_copy_wait() == 0.0
 
 
 def test_a_failed_step_leaves_nothing_queued(gpu: FakeCudaRuntime) -> None:
     reported: list[int] = []
-    reporter = CudaLayerReporter(reported.append)
+    callback = FunctionCallback(reported.append)
+    reporter = CudaLayerReporter(callback, callback)
 
     def fail_launch() -> None:
         with reporter.finished_at_exit():
@@ -163,5 +183,5 @@ def test_the_wait_for_the_last_copy_is_measured(gpu: FakeCudaRuntime) -> None:
     gpu.num_ended = gpu.num_recorded
     # The last copy is event 1 and the end of the step event 2: the copy has ended first.
     assert saver.measure_copy_wait() == 0.0
-    saver._queued[-1][1].record()
+    saver._queued.events[0].record()
     assert saver.measure_copy_wait() == pytest.approx(0.001)

@@ -1,0 +1,102 @@
+"""What a link takes for messages, learned from the hand-offs that use it."""
+
+import math
+from dataclasses import dataclass, field
+
+from baton.online_fit import OnlineLinearFit
+from kv_transfer.core.send_queue import ReadyGate
+
+_MIB = 1 << 20
+_LINK_PRIOR = (0.0003, 0.0005)  # seconds: per message, per MiB. The first message scales them
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """What a link takes to land messages, in seconds."""
+
+    message_seconds: float = _LINK_PRIOR[0]
+    byte_seconds: float = _LINK_PRIOR[1] / _MIB
+    max_payload_bytes: int = _MIB  # of one message
+
+    def transfer_seconds(self, num_layers: float, layer_bytes: int) -> float:
+        """Seconds until whole layers have landed, as many in a message as it carries."""
+        if not layer_bytes:
+            return 0.0
+        layers_per_message = self.max_payload_bytes // layer_bytes
+        if layers_per_message:
+            messages = math.ceil(num_layers / layers_per_message)
+        else:
+            messages = math.ceil(num_layers * math.ceil(layer_bytes / self.max_payload_bytes))
+        return messages * self.message_seconds + num_layers * layer_bytes * self.byte_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class BusyPeriod:
+    """Messages of one hand-off from the moment that nothing was on its way to the next such one."""
+
+    started_at: float
+    messages: int
+    size: int  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _SentMessage:
+    size: int  # bytes
+    gate: ReadyGate | None
+    begun_at: float
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its slabs are not final yet: the link does nothing for it."""
+        return self.gate is not None and self.gate.passed_at is None
+
+    @property
+    def started_at(self) -> float:
+        gate = self.gate
+        return max(self.begun_at, gate.passed_at or 0.0) if gate is not None else self.begun_at
+
+
+@dataclass(slots=True)
+class LinkUsage:
+    """The messages of a hand-off since its last busy period. Times are on the plane's clock."""
+
+    _messages: list[_SentMessage] = field(default_factory=list)
+
+    def add_message(self, size: int, gate: ReadyGate | None, now: float) -> None:
+        """A message of `size` bytes was begun."""
+        self._messages.append(_SentMessage(size, gate, now))
+
+    def take_busy_period(self, unacked_bytes: int) -> BusyPeriod | None:
+        """The busy period that has ended; None if there was none or it goes on.
+
+        It has ended when all has landed that does not wait for its gate.
+        """
+        waiting = [message for message in self._messages if message.is_waiting]
+        landed = [message for message in self._messages if not message.is_waiting]
+        if not landed or unacked_bytes > sum(message.size for message in waiting):
+            return None
+        self._messages = waiting
+        return BusyPeriod(
+            min(message.started_at for message in landed),
+            len(landed),
+            sum(message.size for message in landed),
+        )
+
+
+class LinkCostEstimator:
+    """Learns the cost of one link from busy periods, the newest ones weighing most.
+
+    A busy period is observed as a whole, because messages overlap: while one lands, the next is
+    written.
+    """
+
+    def __init__(self, max_payload_bytes: int) -> None:
+        self._fit = OnlineLinearFit(_LINK_PRIOR)
+        self.cost = LinkCost(max_payload_bytes=max_payload_bytes)
+
+    def observe_busy_period(self, period: BusyPeriod, ended_at: float) -> None:
+        """Everything that was sent in the period has landed."""
+        features = float(period.messages), period.size / _MIB
+        self._fit.add_observation(features, ended_at - period.started_at)
+        per_message, per_mib = self._fit.coefficients
+        self.cost = LinkCost(per_message, per_mib / _MIB, self.cost.max_payload_bytes)
