@@ -13,13 +13,14 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
+from baton.kv.device_event import DeviceEvent
 from baton.types import BlockIndex
 from benchmarks.clusters.llama_folders import LLAMA_CONFIGS, write_llama_folder
 from benchmarks.device.engine_loads import EngineSizes, LoadedEngine
@@ -59,9 +60,13 @@ class HandoffLaunches:
         pinned = torch.zeros(self.layers, len(self.numbers) * 64, dtype=torch.int64).pin_memory()
         self._parts = [view_pinned_words(row) for row in pinned]
 
+    def ends_group(self, layer: int) -> bool:
+        return (layer + 1) % self.group == 0 or layer + 1 == self.layers
+
+    def on_launched(self, layer_ends: Mapping[int, DeviceEvent]) -> None: ...
+
     def __call__(self, layer: int) -> None:
-        is_group_end = (layer + 1) % self.group == 0 or layer + 1 == self.layers
-        if not (self.copies and is_group_end):
+        if not (self.copies and self.ends_group(layer)):
             return
         begin = layer // self.group * self.group
         for first in range(begin, layer + 1, self.message):

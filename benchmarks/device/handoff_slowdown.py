@@ -4,17 +4,20 @@
         [--transport auto]
 
 One prefill and one decode node, and beside them a colocated one, with random weights of the shape
-of an 8B Llama; prompts one at a time, each sent to both clusters. `exposed` is the time from the
-last layer computed to the last slab landed, and `slowed by` is as in `baton explain`
-(docs/operating.md#what-a-hand-off-costs), also as a share of the forward pass. It does not have
-what the device itself loses to copies and to other nodes; the last line does, which compares what
-computing a prompt took both clusters. With two GPUs the prefill node shares one with the colocated
-node, and the decode node has the other to itself; with one GPU all nodes share it.
+of an 8B Llama. Prompts are sent one at a time, each after the same pause, because a GPU that has
+rested computes a little faster: to both clusters, and to the prefill node for one token, which it
+answers without a hand-off. `exposed` is the time from the last layer computed to the last slab
+landed, and `slowed by` is as in `baton explain` (docs/operating.md#what-a-hand-off-costs), also as
+a share of the forward pass. It does not have what the device itself loses to copies and to other
+nodes; the last line does, which compares what computing a prompt took with a hand-off, without one
+on the same node, and on the colocated node. With two GPUs the prefill node shares one with the
+colocated node, and the decode node has the other to itself; with one GPU all nodes share it.
 """
 
 import argparse
 import asyncio
 import random
+import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -36,6 +39,7 @@ from benchmarks.figures.percentiles import percentile
 
 _OUTPUT_TOKENS = 16  # enough that prefill has reported the hand-off before the answer ends
 _WARM_UP = 3
+_PAUSE_SECONDS = 0.1  # in which no GPU computes
 _REPORT_SECONDS = 2.5  # within which nodes report what they have counted
 _VOCABULARY = 500
 
@@ -48,8 +52,13 @@ class HandoffCosts:
     ttfts: list[float]  # seconds, of the prefill and decode node
     colocated_ttfts: list[float]
     handoffs: list[common_pb2.HandoffReport]
-    compute_seconds: float  # of a prompt, where it is handed over: the mean
-    colocated_compute_seconds: float  # where it is not
+    local_compute_seconds: float  # of a prompt that the prefill node keeps: the mean
+    colocated_compute_seconds: float  # on the colocated node: the mean
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of a prompt that is handed over: the mean."""
+        return statistics.mean(report.compute_seconds for report in self.handoffs)
 
 
 async def measure(
@@ -95,13 +104,17 @@ async def _measure_prompts(
                 before = await _read_prefill_seconds(split), await _read_prefill_seconds(colocated)
             prompt = [rng.randrange(16, _VOCABULARY) for _ in range(tokens)]
             answers.append(await _send_request(split_stub, prompt))
+            other = [rng.randrange(16, _VOCABULARY) for _ in range(tokens)]
+            await _send_request(split_stub, other, max_tokens=1)
             colocated_ttfts.append((await _send_request(colocated_stub, prompt))[0])
         after = await _read_prefill_seconds(split), await _read_prefill_seconds(colocated)
-    means = [(last - first) / requests for first, last in zip(before, after, strict=True)]
+    seconds = [last - first for first, last in zip(before, after, strict=True)]
     handoffs = [answer.timeline.handoff for _, answer in answers[_WARM_UP:]]
     if not all(handoff.transport for handoff in handoffs):
         raise NodeFailed("an answer had no hand-off")
+    seconds[0] -= sum(handoff.compute_seconds for handoff in handoffs)
     ttfts = [ttft for ttft, _ in answers[_WARM_UP:]]
+    means = (total / requests for total in seconds)
     return HandoffCosts(tokens, ttfts, colocated_ttfts[_WARM_UP:], handoffs, *means)
 
 
@@ -118,12 +131,15 @@ async def _read_prefill_seconds(cluster: Supervisor) -> float:
 
 
 async def _send_request(
-    stub: generation_pb2_grpc.GenerationStub, prompt: list[int]
+    stub: generation_pb2_grpc.GenerationStub,
+    prompt: list[int],
+    max_tokens: int = _OUTPUT_TOKENS,
 ) -> tuple[float, generation_pb2.GenerateResponse]:
     """Seconds to the first token, and the last message of the answer."""
+    await asyncio.sleep(_PAUSE_SECONDS)
     request = generation_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=prompt),
-        max_tokens=_OUTPUT_TOKENS,
+        max_tokens=max_tokens,
         temperature=0.0,
         ignore_eos=True,
     )
@@ -159,11 +175,17 @@ def report(costs: HandoffCosts) -> list[str]:
         f"{name}: median {percentile(values, 50):.2f}, largest {max(values):.2f}"
         for name, values in figures.items()
     ]
-    handed_over, colocated = costs.compute_seconds * 1e3, costs.colocated_compute_seconds * 1e3
-    lines.append(
-        f"computing a prompt, ms: mean {handed_over:.2f}, colocated {colocated:.2f}, "
-        f"{handed_over / colocated:.3f} of it"
+    seconds, others = (
+        costs.compute_seconds,
+        {
+            "without a hand-off": costs.local_compute_seconds,
+            "colocated": costs.colocated_compute_seconds,
+        },
     )
+    compared = ", ".join(
+        f"{name} {other * 1e3:.2f} ({seconds / other:.3f} of it)" for name, other in others.items()
+    )
+    lines.append(f"computing a prompt, ms: mean {seconds * 1e3:.2f}, {compared}")
     return lines
 
 
