@@ -33,15 +33,15 @@ COMPILE_FLAGS = (
     "-Wno-maybe-uninitialized",
 )
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
-_AVX512_FLAGS = (
+_AVX512_VNNI_FLAGS = (
     "-mavx512f",
     "-mavx512bw",
     "-mavx512vl",
     "-mavx512dq",
-    "-mavx512bf16",
     "-mavx512vnni",
     *_AVX2_FLAGS,
 )
+_AVX512_FLAGS = ("-mavx512bf16", *_AVX512_VNNI_FLAGS)
 _AMX_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8", *_AVX512_FLAGS)
 # No C++ runtime library: src/allocation.cpp has what the sources may use of it. What else they need
 # of it is an error here rather than on a machine of another distribution.
@@ -65,6 +65,8 @@ def instruction_flags(source: Path) -> tuple[str, ...]:
         return _AMX_FLAGS
     if source.stem.endswith("_avx512"):
         return _AVX512_FLAGS
+    if source.stem.endswith("_avx512_vnni"):
+        return _AVX512_VNNI_FLAGS
     return _AVX2_FLAGS if source.stem.endswith("_avx2") else ()
 
 

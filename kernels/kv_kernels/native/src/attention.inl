@@ -8,15 +8,15 @@ using kvn::QueryTile;
 template <class Dot>
 struct AttentionScratch {
   typename Dot::X* query;     // [rows][query_stride]
-  typename Dot::X* keys;      // [key panels][query steps][16][kStep]
-  typename Dot::X* values;    // [value panels][key steps][16][kStep]
+  typename Dot::W* keys;      // [key panels][query steps][16][kStep]
+  typename Dot::W* values;    // [value panels][key steps][16][kStep]
   typename Dot::X* weights;   // [rows][kKeyGroup], exp(score - maximum)
   float* scores;              // [rows][kKeyGroup]
   float* sums;                // [rows][head_dim], rounded up
   float* maxima;              // [rows]
   float* totals;              // [rows], of the weights
   float* decays;              // [rows], of earlier sums in this group
-  typename Dot::X* decoded;   // [kKeyGroup][sum_stride], of a cache in int8
+  typename Dot::W* decoded;   // [kKeyGroup][sum_stride], of a cache in int8
 
   static int64_t query_stride(int64_t head_dim) { return kvn::round_up(head_dim, 16 * Dot::kStep); }
   static int64_t sum_stride(int64_t head_dim) { return kvn::round_up(head_dim, 16); }
@@ -30,17 +30,18 @@ struct AttentionScratch {
       return at;
     };
     using X = typename Dot::X;
-    const int64_t size = sizeof(X), stride = query_stride(head_dim);
-    query = reinterpret_cast<X*>(take(rows * stride * size));
-    keys = reinterpret_cast<X*>(take(kvn::kKeyGroup * stride * size));
-    values = reinterpret_cast<X*>(take(kvn::kKeyGroup * sum_stride(head_dim) * size));
-    weights = reinterpret_cast<X*>(take(rows * kvn::kKeyGroup * size));
+    using W = typename Dot::W;
+    const int64_t row_size = sizeof(X), size = sizeof(W), stride = query_stride(head_dim);
+    query = reinterpret_cast<X*>(take(rows * stride * row_size));
+    keys = reinterpret_cast<W*>(take(kvn::kKeyGroup * stride * size));
+    values = reinterpret_cast<W*>(take(kvn::kKeyGroup * sum_stride(head_dim) * size));
+    weights = reinterpret_cast<X*>(take(rows * kvn::kKeyGroup * row_size));
     scores = reinterpret_cast<float*>(take(rows * kvn::kKeyGroup * 4));
     sums = reinterpret_cast<float*>(take(rows * sum_stride(head_dim) * 4));
     maxima = reinterpret_cast<float*>(take(rows * 4));
     totals = reinterpret_cast<float*>(take(rows * 4));
     decays = reinterpret_cast<float*>(take(rows * 4));
-    decoded = reinterpret_cast<X*>(take(kvn::kKeyGroup * sum_stride(head_dim) * size));
+    decoded = reinterpret_cast<W*>(take(kvn::kKeyGroup * sum_stride(head_dim) * size));
     return used;
   }
 };
@@ -50,7 +51,7 @@ template <class Dot>
 static inline int64_t count_row_bytes(const KvnContext& context) {
   const int64_t dim = context.model.head_dim;
   if (context.cache.format == KVN_INT8) return dim + static_cast<int64_t>(sizeof(float));
-  return dim * static_cast<int64_t>(sizeof(typename Dot::X));
+  return dim * static_cast<int64_t>(sizeof(typename Dot::W));
 }
 
 // The first token of a page: one head of K or V in one layer of one block.
@@ -99,7 +100,7 @@ static const char* const* decode_rows(const KvnContext& context, const char* con
     const int8_t* values = reinterpret_cast<const int8_t*>(rows[row]);
     float scale;
     __builtin_memcpy(&scale, values + dim, sizeof scale);
-    typename Dot::X* out = scratch.decoded + row * stride;
+    typename Dot::W* out = scratch.decoded + row * stride;
     for_lanes(dim, [&](int64_t i, int lanes) {
       const F16 value = lanes == 16 ? load_i8(values + i) : load_i8_first(values + i, lanes);
       store_lanes<Dot>(out + i, mul(value, set1(scale)), lanes);
@@ -113,7 +114,7 @@ static const char* const* decode_rows(const KvnContext& context, const char* con
 template <class Dot>
 static void pack_keys(const char* const* rows, int64_t dim, int64_t num_panels,
                       AttentionScratch<Dot>& scratch) {
-  constexpr int64_t kWordValues = 4 / sizeof(typename Dot::X);
+  constexpr int64_t kWordValues = 4 / sizeof(typename Dot::W);
   const int64_t words = kvn::divide_up(dim, kWordValues);
   const int64_t padded = AttentionScratch<Dot>::query_stride(dim) / kWordValues;
   uint32_t* out = reinterpret_cast<uint32_t*>(scratch.keys);
@@ -126,7 +127,7 @@ static void pack_keys(const char* const* rows, int64_t dim, int64_t num_panels,
         at[i] = row + word;
         if (word + 16 > words || dim % kWordValues) {
           __builtin_memset(copies[i], 0, sizeof copies[i]);
-          const int64_t bytes = dim * static_cast<int64_t>(sizeof(typename Dot::X)) - word * 4;
+          const int64_t bytes = dim * static_cast<int64_t>(sizeof(typename Dot::W)) - word * 4;
           if (bytes > 0)
             __builtin_memcpy(copies[i], at[i], static_cast<size_t>(bytes < 64 ? bytes : 64));
           at[i] = copies[i];

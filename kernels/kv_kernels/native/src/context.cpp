@@ -13,8 +13,9 @@ namespace {
 
 constexpr int64_t kHugePage = 2 << 20;
 
-int64_t count_element_bytes(int32_t format) {
-  return format == KVN_FLOAT32 ? 4 : format == KVN_BFLOAT16 ? 2 : 1;
+// Of a number in the rows that are multiplied.
+int64_t count_row_value_bytes(const KvnContext& context) {
+  return context.model.format == KVN_FLOAT32 ? 4 : context.kernels->bf16_row_bytes;
 }
 
 bool is_int8(const KvnModel& model) {
@@ -28,7 +29,9 @@ bool is_int8(const KvnModel& model) {
 
 const Kernels* choose_kernels(uint32_t features) {
   if ((features & KVN_AMX_ALL) == KVN_AMX_ALL) return &amx_kernels;
-  if ((features & KVN_AVX512_ALL) == KVN_AVX512_ALL) return &avx512_kernels;
+  if ((features & KVN_AVX512_ALL) == KVN_AVX512_ALL && !(features & KVN_SLOW_BF16))
+    return &avx512_kernels;
+  if ((features & KVN_AVX512_VNNI_ALL) == KVN_AVX512_VNNI_ALL) return &avx512_widened_kernels;
   if (features & KVN_AVX2) return &avx2_kernels;
   return nullptr;
 }
@@ -44,7 +47,7 @@ int64_t count_tile_positions(const KvnModel& model) {
 bool reserve_buffers(KvnContext& context, int64_t rows) {
   const KvnModel& model = context.model;
   Workspace& work = context.work;
-  const int64_t size = count_element_bytes(model.format);
+  const int64_t size = count_row_value_bytes(context);
   const int64_t channels = (model.heads + 2 * model.kv_heads) * model.head_dim;
   const int64_t widest = context.inner_stride > context.activation_stride
                              ? context.inner_stride
@@ -62,7 +65,7 @@ bool reserve_buffers(KvnContext& context, int64_t rows) {
 bool reserve_scratch(KvnContext& context, int64_t in) {
   const KvnModel& model = context.model;
   const int64_t rows = count_tile_positions(model) * count_heads_per_kv(model);
-  const int64_t words = divide_up(in * count_element_bytes(model.format), 4);
+  const int64_t words = divide_up(in * count_row_value_bytes(context), 4);
   const int64_t bytes = round_up(context.kernels->count_scratch_bytes(model, rows, words), 4096);
   if (bytes > context.scratch_bytes) context.scratch_bytes = bytes;
   return context.work.scratch.reserve(context.scratch_bytes * context.team->size());

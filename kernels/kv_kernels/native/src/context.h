@@ -53,9 +53,9 @@ struct QueryTiles {
 // Row strides are in elements, and rows are padded with zeros to them.
 struct Workspace {
   Buffer hidden;      // float [rows][hidden]
-  Buffer activation;  // normed rows, or attended ones: [rows][stride] in the model's format
+  Buffer activation;  // normed rows, or attended ones: [rows][stride] of Dot::X
   Buffer qkv;         // float [rows][qkv channels]
-  Buffer inner;       // SiLU(gate) * up: [rows][inner_stride] in the model's format
+  Buffer inner;       // SiLU(gate) * up: [rows][inner_stride] of Dot::X
   Buffer angles;      // float [rows][2][head_dim / 2]: cosines, sines
   Buffer quantized;   // uint8 [rows][stride]
   Buffer tiled;       // rows of a product in the order of its tiles, by kernels that have tiles
@@ -99,15 +99,17 @@ struct Kernels {
   void (*compute_logits)(KvnContext& context, int64_t first, int64_t count, float* logits);
   void (*multiply)(KvnContext& context, const KvnLinear& linear, const void* x, int64_t rows,
                    float* out);
-  int64_t (*count_scratch_bytes)(const KvnModel& model, int64_t rows, int64_t steps);
+  int64_t (*count_scratch_bytes)(const KvnModel& model, int64_t rows, int64_t words);
   // Of Workspace::tiled, for rows of so many bytes.
   int64_t (*count_tiled_bytes)(int64_t rows, int64_t row_bytes);
   void (*pick_tokens)(KvnContext& context, float* logits, int64_t rows, const KvnDraw* draws,
                       int64_t* tokens);
+  int64_t bf16_row_bytes;  // of a number in the rows of a model in bfloat16
 };
 
 extern const Kernels amx_kernels;
 extern const Kernels avx512_kernels;
+extern const Kernels avx512_widened_kernels;
 extern const Kernels avx2_kernels;
 
 }  // namespace kvn

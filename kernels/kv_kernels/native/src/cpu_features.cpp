@@ -1,10 +1,12 @@
-// Detects what instructions this CPU has and the operating system allows (CPUID and XGETBV).
+// Detects what instructions this CPU has and the operating system allows (CPUID and XGETBV), and
+// whether those of AVX512-BF16 are worth using.
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
 
+#include "bf16_rate.h"
 #include "kv_native.h"
 
 namespace {
@@ -42,25 +44,32 @@ uint32_t detect() {
   if (c & kVnni) features |= KVN_AVX512_VNNI;
   if (has_all(saved, kTileState) && has_all(d, kAmx) && is_given_tiles()) features |= KVN_AMX;
   if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kBf16)) features |= KVN_AVX512_BF16;
+  if (has_all(features, KVN_AVX512_ALL) && kvn::is_bf16_slow()) features |= KVN_SLOW_BF16;
   return features;
 }
 
 // A feature is gone with what it needs.
 uint32_t consistent(uint32_t features) {
   if (!(features & KVN_AVX2)) return 0;
-  return features & KVN_AVX512 ? features : KVN_AVX2;
+  if (!(features & KVN_AVX512)) return KVN_AVX2;
+  return features & KVN_AVX512_BF16 ? features : features & ~KVN_SLOW_BF16;
 }
 
 constexpr uint32_t kUnknown = ~0u;
 
-std::atomic<uint32_t> detected{kUnknown};  // every thread that finds it unknown detects the same
+std::atomic<uint32_t> detected{kUnknown};
 std::atomic<uint32_t> allowed{~0u};
 
 }  // namespace
 
 uint32_t kvn_cpu_features() {
   uint32_t features = detected.load(std::memory_order_relaxed);
-  if (features == kUnknown) detected.store(features = detect(), std::memory_order_relaxed);
+  if (features == kUnknown) {
+    // Several threads may detect at once, and what they measure may differ: the first one counts.
+    const uint32_t found = detect();
+    if (detected.compare_exchange_strong(features, found, std::memory_order_relaxed))
+      features = found;
+  }
   return consistent(features & allowed.load(std::memory_order_relaxed));
 }
 

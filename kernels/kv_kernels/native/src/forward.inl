@@ -201,7 +201,9 @@ static void share_product(KvnContext& context, int member, const KvnLinear& line
   typename Plan::Registers registers;
   context.team->share_tasks(member, tasks.count(), [&](int64_t task) {
     if (packs && is_first_task) {  // each member has a copy in a cache of its own
-      pack_rows(reinterpret_cast<const uint32_t*>(x), stride / Dot::kStep, rows, steps, packed);
+      constexpr int64_t kWordValues = 4 / sizeof(*x);
+      pack_rows(reinterpret_cast<const uint32_t*>(x), stride / kWordValues, rows,
+                steps * Dot::kStep / kWordValues, packed);
       x = reinterpret_cast<const typename Dot::X*>(packed);
       is_first_task = false;
     }
@@ -287,7 +289,7 @@ static void finish_qkv(KvnContext& context, int layer, const KvnSlice& slice, in
     if (context.cache.format == KVN_INT8) {
       write_int8_row(from, dim, to);
     } else {
-      auto* row_values = reinterpret_cast<typename Dot::X*>(to);
+      auto* row_values = reinterpret_cast<typename Dot::W*>(to);
       for_lanes(dim, [&](int64_t i, int lanes) {
         store_lanes<Dot>(row_values + i, load_floats(from + i, lanes), lanes);
       });
@@ -391,7 +393,7 @@ static void start_rows(KvnContext& context, int member) {
   const KvnModel& model = context.model;
   const int64_t half = model.head_dim / 2;
   share_rows(*context.team, member, context.step.num_rows, [&](int64_t row) {
-    const auto* from = static_cast<const typename Dot::X*>(model.embedding) +
+    const auto* from = static_cast<const typename Dot::W*>(model.embedding) +
                        context.step.token_ids[row] * model.hidden;
     float* to = context.work.hidden.as<float>() + row * model.hidden;
     for_lanes(model.hidden, [&](int64_t i, int lanes) {
@@ -489,8 +491,12 @@ static void multiply_member(void* argument, int member) {
   const int64_t in = job.linear->in, out = job.linear->out, stride = kvn::round_up(in, 64);
   X* padded = context.work.inner.as<X>();
   share_rows(*context.team, member, job.rows, [&](int64_t row) {
-    for (int64_t i = 0; i < stride; ++i)
-      padded[row * stride + i] = i < in ? static_cast<const X*>(job.x)[row * in + i] : X(0);
+    X* to = padded + row * stride;
+    const auto* from = static_cast<const typename Dot::W*>(job.x) + row * in;
+    for_lanes(in, [&](int64_t i, int lanes) {
+      store_lanes<Dot>(to + i, load_lanes<Dot>(from + i, lanes), lanes);
+    });
+    for (int64_t i = in; i < stride; ++i) to[i] = 0;
   });
   share_linear<Dot>(context, member, *job.linear, padded, stride, job.rows,
                     [&](int64_t row, int64_t panel, int panels, const F16* values) {
@@ -512,9 +518,9 @@ static void multiply_rows(KvnContext& context, const KvnLinear& linear, const vo
   context.team->run(is_bf16 ? multiply_member<DotBF16> : multiply_member<DotF32>, &job);
 }
 
-// Of a member that attends for `rows` query rows, or packs rows for a product of `steps` steps.
-static int64_t count_scratch_bytes(const KvnModel& model, int64_t rows, int64_t steps) {
+// Of a member that attends for `rows` query rows, or packs rows of `words` words for a product.
+static int64_t count_scratch_bytes(const KvnModel& model, int64_t rows, int64_t words) {
   const int64_t attention = AttentionScratch<DotF32>().place(nullptr, rows, model.head_dim);
-  const int64_t packed = (kMaxPackedRows * steps + 16) * 4;
+  const int64_t packed = (kMaxPackedRows * words + 16) * 4;
   return attention > packed ? attention : packed;
 }

@@ -1,6 +1,6 @@
 // AVX-512, and products of matrices in bfloat16 and int8 by AMX.
+#include "bf16_avx512.h"
 #include "context.h"
-#include "simd_avx512.h"
 
 #define ISA avx512
 
@@ -17,5 +17,6 @@ constexpr int kMaxTileSums = 64;  // rows times panels
 namespace kvn {
 const Kernels amx_kernels = {
     amx::start_step,          amx::run_halves,        amx::compute_logits, amx::multiply_rows,
-    amx::count_scratch_bytes, amx::count_tiled_bytes, amx::pick_tokens};
+    amx::count_scratch_bytes, amx::count_tiled_bytes, amx::pick_tokens,
+    sizeof(amx::DotBF16::X)};
 }

@@ -13,5 +13,6 @@ namespace avx2 {
 namespace kvn {
 const Kernels avx2_kernels = {
     avx2::start_step,          avx2::run_halves,        avx2::compute_logits, avx2::multiply_rows,
-    avx2::count_scratch_bytes, avx2::count_tiled_bytes, avx2::pick_tokens};
+    avx2::count_scratch_bytes, avx2::count_tiled_bytes, avx2::pick_tokens,
+    sizeof(avx2::DotBF16::X)};
 }

@@ -1,5 +1,5 @@
+#include "bf16_avx512.h"
 #include "context.h"
-#include "simd_avx512.h"
 
 #define ISA avx512
 
@@ -13,5 +13,6 @@ namespace avx512 {
 namespace kvn {
 const Kernels avx512_kernels = {
     avx512::start_step,          avx512::run_halves,        avx512::compute_logits, avx512::multiply_rows,
-    avx512::count_scratch_bytes, avx512::count_tiled_bytes, avx512::pick_tokens};
+    avx512::count_scratch_bytes, avx512::count_tiled_bytes, avx512::pick_tokens,
+    sizeof(avx512::DotBF16::X)};
 }

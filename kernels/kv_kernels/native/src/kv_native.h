@@ -15,11 +15,14 @@ enum : uint32_t {
   KVN_AVX512_VNNI = 1u << 2,  // never without KVN_AVX512
   KVN_AVX512_BF16 = 1u << 3,  // never without KVN_AVX512
   KVN_AMX = 1u << 4,          // tiles of bfloat16 and int8; never without KVN_AVX512
+  // Measured: products of bfloat16 take longer by KVN_AVX512_BF16 than by multiplications in float32.
+  KVN_SLOW_BF16 = 1u << 5,  // never without KVN_AVX512_BF16
 };
 
-// What files *_avx512.cpp are compiled for: a compiler may use any of it on its own.
-constexpr uint32_t KVN_AVX512_ALL = KVN_AVX2 | KVN_AVX512 | KVN_AVX512_VNNI | KVN_AVX512_BF16;
-constexpr uint32_t KVN_AMX_ALL = KVN_AVX512_ALL | KVN_AMX;  // and files *_amx.cpp
+// What files *_avx512_vnni.cpp are compiled for: a compiler may use any of it on its own.
+constexpr uint32_t KVN_AVX512_VNNI_ALL = KVN_AVX2 | KVN_AVX512 | KVN_AVX512_VNNI;
+constexpr uint32_t KVN_AVX512_ALL = KVN_AVX512_VNNI_ALL | KVN_AVX512_BF16;  // files *_avx512.cpp
+constexpr uint32_t KVN_AMX_ALL = KVN_AVX512_ALL | KVN_AMX;                  // files *_amx.cpp
 
 KVN_EXPORT int32_t kvn_abi_version();
 

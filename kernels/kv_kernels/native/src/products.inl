@@ -9,11 +9,12 @@
 // the longer a line of weights is in use, and the fewer panels are read at once.
 static inline constexpr int64_t prefetch_bytes(int panels) { return panels >= 4 ? 1024 : 4096; }
 
-// Rows are [R][row_stride], or, packed, [step][R][kStep].
+// Rows are [R][row_stride], or as pack_rows has them.
 template <class Dot, int R, int C, bool kIsPacked>
 static void multiply_tile(const typename Dot::X* x, ptrdiff_t row_stride,
                           const typename Dot::W* const* panels, int64_t steps,
                           typename Dot::Out* out) {  // [R][C][16]
+  constexpr int kWordValues = 4 / sizeof(*x);  // of a row
   typename Dot::Acc acc[R][C];
   const typename Dot::W* w[C];
 #pragma GCC unroll 24
@@ -33,7 +34,8 @@ static void multiply_tile(const typename Dot::X* x, ptrdiff_t row_stride,
     const typename Dot::X* inputs = x + k * Dot::kStep * (kIsPacked ? R : 1);
 #pragma GCC unroll 24
     for (int r = 0; r < R; ++r) {
-      const auto value = Dot::broadcast(inputs + r * (kIsPacked ? Dot::kStep : row_stride));
+      const auto value = Dot::broadcast(inputs + r * (kIsPacked ? kWordValues : row_stride),
+                                        kIsPacked ? R * kWordValues : kWordValues);
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) acc[r][c] = Dot::accumulate(acc[r][c], value, weights[c]);
     }
@@ -158,29 +160,29 @@ static void multiply(const Plan& plan, const typename Dot::X* x, ptrdiff_t strid
   }
 }
 
-// Pack rows for a product in one pass: [steps][rows][kStep]. A step of a row is one word in all
-// formats. `out` has 16 words more.
-static void pack_rows(const uint32_t* x, ptrdiff_t stride, int64_t rows, int64_t steps,
+// Pack rows of `words` words of 32 bits for a product in one pass: [words][rows]. `out` has 16 words
+// more.
+static void pack_rows(const uint32_t* x, ptrdiff_t stride, int64_t rows, int64_t words,
                       uint32_t* out) {
-  for (int64_t step = 0; step < steps; step += 16) {
-    alignas(64) uint32_t words[2][16 * 16];
-    const int64_t count = steps - step < 16 ? steps - step : 16;
+  for (int64_t word = 0; word < words; word += 16) {
+    alignas(64) uint32_t columns[2][16 * 16];
+    const int64_t count = words - word < 16 ? words - word : 16;
     for (int64_t first = 0; first < rows; first += 16) {
       uint32_t copies[16][16];
       const uint32_t* at[16];
       for (int64_t i = 0; i < 16; ++i) {
-        at[i] = x + (first + i < rows ? first + i : rows - 1) * stride + step;
+        at[i] = x + (first + i < rows ? first + i : rows - 1) * stride + word;
         if (count < 16) {
           __builtin_memcpy(copies[i], at[i], static_cast<size_t>(count) * 4);
           at[i] = copies[i];
         }
       }
-      transpose_words(at, words[first / 16]);
+      transpose_words(at, columns[first / 16]);
     }
-    // What is written beyond a step's rows is overwritten by the next step.
+    // What is written beyond a word's rows is overwritten by the next word.
     for (int64_t i = 0; i < count; ++i)
       for (int64_t first = 0; first < rows; first += 16)
-        __builtin_memcpy(out + (step + i) * rows + first, words[first / 16] + i * 16, 64);
+        __builtin_memcpy(out + (word + i) * rows + first, columns[first / 16] + i * 16, 64);
   }
 }
 
@@ -226,7 +228,7 @@ static inline F16 silu_mul(F16 gate, F16 up) {
   return mul(mul(gate, up), div(numerator, add(one, e)));
 }
 
-// Numbers in the model's format.
+// Numbers in the model's format, as they are stored and as rows have them.
 template <class Dot>
 struct Numbers;
 template <>
@@ -238,10 +240,22 @@ struct Numbers<DotF32> {
 };
 template <>
 struct Numbers<DotBF16> {
-  static inline F16 load(const uint16_t* p) { return load_bf16(p); }
-  static inline F16 load_first(const uint16_t* p, int n) { return load_bf16_first(p, n); }
-  static inline void store(uint16_t* p, F16 a) { store_bf16(p, a); }
-  static inline void store_first(uint16_t* p, F16 a, int n) { store_bf16_first(p, a, n); }
+  template <class T>
+  static inline F16 load(const T* p) {
+    return load_bf16(p);
+  }
+  template <class T>
+  static inline F16 load_first(const T* p, int n) {
+    return load_bf16_first(p, n);
+  }
+  template <class T>
+  static inline void store(T* p, F16 a) {
+    store_bf16(p, a);
+  }
+  template <class T>
+  static inline void store_first(T* p, F16 a, int n) {
+    store_bf16_first(p, a, n);
+  }
 };
 
 template <class Body>  // body(index, lanes)
@@ -251,12 +265,12 @@ static inline void for_lanes(int64_t count, Body&& body) {
   if (i < count) body(i, static_cast<int>(count - i));
 }
 
-template <class Dot>
-static inline F16 load_lanes(const typename Dot::X* p, int lanes) {
+template <class Dot, class T>  // Dot::X or Dot::W
+static inline F16 load_lanes(const T* p, int lanes) {
   return lanes == 16 ? Numbers<Dot>::load(p) : Numbers<Dot>::load_first(p, lanes);
 }
-template <class Dot>
-static inline void store_lanes(typename Dot::X* p, F16 a, int lanes) {
+template <class Dot, class T>
+static inline void store_lanes(T* p, F16 a, int lanes) {
   if (lanes == 16) {
     Numbers<Dot>::store(p, a);
   } else {

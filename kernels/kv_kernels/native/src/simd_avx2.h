@@ -151,7 +151,7 @@ struct DotF32 {
   using Acc = F16;
   static inline Acc zero() { return avx2::zero(); }
   static inline F16 load_weights(const W* w) { return load(w); }
-  static inline __m256 broadcast(const X* x) { return _mm256_broadcast_ss(x); }
+  static inline __m256 broadcast(const X* x, ptrdiff_t = 1) { return _mm256_broadcast_ss(x); }
   static inline Acc accumulate(Acc acc, __m256 x, F16 w) {
     return {_mm256_fmadd_ps(x, w.lo, acc.lo), _mm256_fmadd_ps(x, w.hi, acc.hi)};
   }
@@ -180,7 +180,7 @@ struct DotBF16 {
     return {widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w))),
             widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 16)))};
   }
-  static inline Pair broadcast(const X* x) {
+  static inline Pair broadcast(const X* x, ptrdiff_t = 1) {
     int32_t pair;
     __builtin_memcpy(&pair, x, sizeof pair);
     return widen(_mm256_set1_epi32(pair));
@@ -213,7 +213,7 @@ struct DotInt8 {
           _mm_loadu_si128(reinterpret_cast<const __m128i*>(w + 16 * i)));
     return found;
   }
-  static inline __m256i broadcast(const X* x) {
+  static inline __m256i broadcast(const X* x, ptrdiff_t = 1) {
     int32_t four;
     __builtin_memcpy(&four, x, sizeof four);
     return _mm256_cvtepu8_epi16(_mm_set1_epi32(four));

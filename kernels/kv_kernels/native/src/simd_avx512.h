@@ -1,4 +1,5 @@
-// Vectors of 16 lanes on AVX-512 with BF16 and VNNI. See simd_avx2.h for the same interface.
+// Vectors of 16 lanes on AVX-512 with VNNI. See simd_avx2.h for the same interface; bf16_avx512.h and
+// widened_avx512.h have the rest of it.
 #pragma once
 
 #include <immintrin.h>
@@ -56,12 +57,6 @@ static inline F16 load_bf16_first(const uint16_t* p, int n) {
   const __m256i half = _mm256_maskz_loadu_epi16(first_lanes(n), p);
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
 }
-static inline void store_bf16(uint16_t* p, F16 a) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(a.v));
-}
-static inline void store_bf16_first(uint16_t* p, F16 a, int n) {
-  _mm256_mask_storeu_epi16(p, first_lanes(n), (__m256i)_mm512_cvtneps_pbh(a.v));
-}
 // 16 values in [0, 255], integral
 static inline void store_u8(uint8_t* p, F16 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
@@ -85,7 +80,9 @@ static inline F16 load_i32_as_float(const int32_t* p) {
 }
 
 // A dot product type: what one step along K multiplies. `kStep` input channels of one row meet a
-// vector of weights [16][kStep].
+// vector of weights [16][kStep]. X is the type of numbers in rows, and W that of weights and of what
+// is stored: the cache and the embedding. Where a step of a row has two words of 32 bits, the second
+// is `next_word` numbers after the first.
 
 struct DotF32 {
   using X = float;
@@ -95,27 +92,8 @@ struct DotF32 {
   using Acc = __m512;
   static inline Acc zero() { return _mm512_setzero_ps(); }
   static inline __m512 load_weights(const W* w) { return _mm512_loadu_ps(w); }
-  static inline __m512 broadcast(const X* x) { return _mm512_set1_ps(*x); }
+  static inline __m512 broadcast(const X* x, ptrdiff_t = 1) { return _mm512_set1_ps(*x); }
   static inline Acc accumulate(Acc acc, __m512 x, __m512 w) { return _mm512_fmadd_ps(x, w, acc); }
-  static inline void store(Out* out, Acc acc) { _mm512_storeu_ps(out, acc); }
-};
-
-struct DotBF16 {
-  using X = uint16_t;
-  using W = uint16_t;
-  using Out = float;
-  static constexpr int kStep = 2;
-  using Acc = __m512;
-  static inline Acc zero() { return _mm512_setzero_ps(); }
-  static inline __m512i load_weights(const W* w) { return _mm512_loadu_si512(w); }
-  static inline __m512i broadcast(const X* x) {
-    int32_t pair;
-    __builtin_memcpy(&pair, x, sizeof pair);
-    return _mm512_set1_epi32(pair);
-  }
-  static inline Acc accumulate(Acc acc, __m512i x, __m512i w) {
-    return _mm512_dpbf16_ps(acc, (__m512bh)x, (__m512bh)w);
-  }
   static inline void store(Out* out, Acc acc) { _mm512_storeu_ps(out, acc); }
 };
 
@@ -128,7 +106,7 @@ struct DotInt8 {
   using Acc = __m512i;
   static inline Acc zero() { return _mm512_setzero_si512(); }
   static inline __m512i load_weights(const W* w) { return _mm512_loadu_si512(w); }
-  static inline __m512i broadcast(const X* x) {
+  static inline __m512i broadcast(const X* x, ptrdiff_t = 1) {
     int32_t four;
     __builtin_memcpy(&four, x, sizeof four);
     return _mm512_set1_epi32(four);
