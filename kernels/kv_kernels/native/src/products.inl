@@ -95,7 +95,7 @@ struct VectorPlan {
 
   static constexpr int64_t kKeyMultiple = 16;  // of the keys that attention multiplies at once
   static constexpr int64_t kRowsPerBlock = kBlockedRows;
-  static constexpr int64_t kRowBlockBytes = 384 << 10;  // of the rows that stay in the L2 cache
+  static constexpr int64_t kRowBlockBytes = ISA::kRowBlockBytes;
 
   // Whether rows are packed first: then one pass over the weights is enough.
   static bool is_packed(int64_t rows) { return rows >= kMinPackedRows && rows <= kMaxPackedRows; }

@@ -176,6 +176,7 @@ constexpr int kMinPackedRows = 7;  // packing fewer gains nothing
 constexpr int kBlockedRows = 12;
 constexpr int kBlockedPanels = 2;
 constexpr int kMaxTileSums = 48;  // rows times panels; two panels of 24 rows
+constexpr int64_t kRowBlockBytes = 384 << 10;  // of the rows that stay in the L2 cache
 static inline constexpr int panels_at_once(int rows) { return rows <= 6 ? 4 : rows <= 12 ? 2 : 1; }
 
 }  // namespace avx512

@@ -64,4 +64,14 @@ struct DotBF16 {
   static inline void store(Out* out, Acc acc) { _mm512_storeu_ps(out, acc); }
 };
 
+// Tiles of a product, as in simd_avx512.h: the fastest ones for these products.
+constexpr int kMaxSinglePassRows = 14;
+constexpr int kMaxPackedRows = 24;
+constexpr int kMinPackedRows = 7;
+constexpr int kBlockedRows = 14;
+constexpr int kBlockedPanels = 2;
+constexpr int kMaxTileSums = 48;
+constexpr int64_t kRowBlockBytes = 768 << 10;  // rows are in float32
+static inline constexpr int panels_at_once(int rows) { return rows <= 7 ? 4 : rows <= 14 ? 2 : 1; }
+
 }  // namespace avx512_widened
