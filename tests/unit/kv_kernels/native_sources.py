@@ -10,7 +10,14 @@ from kv_kernels.native import sources
 from kv_kernels.native.compiler import Compiler, find_installed_compiler
 from kv_kernels.native.prototypes import PROTOTYPES
 
-_SMALL = ("build_info.cpp", "cpu_features.cpp", "kv_native.h", sources.EXPORTS)
+_SMALL = (
+    "bf16_rate.h",
+    "bf16_rate_avx512.cpp",
+    "build_info.cpp",
+    "cpu_features.cpp",
+    "kv_native.h",
+    sources.EXPORTS,
+)
 
 
 def copy_small_sources(folder: Path) -> Path:

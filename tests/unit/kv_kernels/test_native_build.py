@@ -103,6 +103,9 @@ def test_only_changed_sources_are_compiled_again(
 
 def test_flags_follow_the_name_of_a_source() -> None:
     assert "-mavx512bf16" in sources.instruction_flags(Path("dot_avx512.cpp"))
+    without_bf16 = sources.instruction_flags(Path("dot_avx512_vnni.cpp"))
+    assert "-mavx512vnni" in without_bf16
+    assert "-mavx512bf16" not in without_bf16
     assert sources.instruction_flags(Path("dot_avx2.cpp")) == ("-mavx2", "-mfma", "-mf16c")
     assert sources.instruction_flags(Path("avx512_dispatch.cpp")) == ()
 
@@ -121,7 +124,7 @@ def test_failed_build_keeps_the_reason_and_no_old_library(
     assert isinstance(error, BuildError)
     assert not library.exists()
     first, *rest = failure.read_text().splitlines()
-    assert "(fake 1.0) failed on build_info.cpp" in first
+    assert "(fake 1.0) failed on bf16_rate_avx512.cpp" in first
     assert rest[0] == "82"
     assert rest[-1] == "no space"
     text = build.format_failure(error)

@@ -1,6 +1,8 @@
 """The library of native kernels is loaded, or there is one sentence that says why not."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,13 +62,24 @@ def test_features_can_only_be_removed(built: Path, folder: Path) -> None:
     assert "'SSE9'" in explain(built, folder, KVN_FEATURES="sse9").reason
 
 
+def test_processes_that_start_at_once_choose_the_same_kernels() -> None:
+    """What a process measures decides, also while others take its core."""
+    command = [sys.executable, "-m", "kv_kernels.native.native_library"]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    assert len({process.communicate()[0] for process in started}) == 1
+
+
 def test_description_of_features() -> None:
-    everything = CpuFeature.AVX2 | CpuFeature.AVX512 | CpuFeature.AVX512_VNNI
-    assert native_library.describe_features(everything) == "AVX512, VNNI"
-    assert (
-        native_library.describe_features(everything | CpuFeature.AVX512_BF16)
-        == "AVX512, VNNI, BF16"
-    )
+    describe = native_library.describe_features
+    avx512 = CpuFeature.AVX2 | CpuFeature.AVX512
+    with_vnni = avx512 | CpuFeature.AVX512_VNNI
+    with_bf16 = with_vnni | CpuFeature.AVX512_BF16
+    assert describe(avx512) == "AVX2", "no kernels are compiled for it"
+    assert describe(with_vnni) == "AVX512, VNNI, BF16 widened to FP32"
+    assert describe(with_bf16) == "AVX512, VNNI, BF16"
+    assert describe(with_bf16 | CpuFeature.SLOW_BF16) == describe(with_vnni)
+    for slow in (CpuFeature(0), CpuFeature.SLOW_BF16):
+        assert describe(with_bf16 | CpuFeature.AMX | slow) == "AVX512, VNNI, BF16, AMX"
 
 
 def test_library_that_is_not_built(tmp_path: Path, folder: Path) -> None:

@@ -14,6 +14,7 @@ bool is_consistent(uint32_t features) {
   if (features & (KVN_AVX512_VNNI | KVN_AVX512_BF16 | KVN_AMX)) {
     if (!(features & KVN_AVX512)) return false;
   }
+  if ((features & KVN_SLOW_BF16) && !(features & KVN_AVX512_BF16)) return false;
   return !features || (features & KVN_AVX2);
 }
 
@@ -26,7 +27,7 @@ void* read_features(void*) {
 
 TEST(a_mask_only_removes_features) {
   const uint32_t all = kvn_cpu_features();
-  for (uint32_t mask = 0; mask <= KVN_AMX_ALL; ++mask) {
+  for (uint32_t mask = 0; mask <= (KVN_AMX_ALL | KVN_SLOW_BF16); ++mask) {
     kvn_limit_cpu_features(mask);
     const uint32_t features = kvn_cpu_features();
     CHECK((features & ~all) == 0 && (features & ~mask) == 0 && is_consistent(features));

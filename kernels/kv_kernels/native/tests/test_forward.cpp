@@ -14,6 +14,9 @@ namespace {
 constexpr int64_t kHidden = 38, kInner = 27, kHeads = 6, kKvHeads = 2, kDim = 10, kVocab = 53;
 constexpr int64_t kBlockSize = 5, kBlocks = 40, kLayers = 2;
 
+// Each makes the library choose other kernels, if the CPU has their instructions.
+constexpr uint32_t kFeatureSets[] = {~0u, KVN_AVX512_ALL, KVN_AVX512_VNNI_ALL, KVN_AVX2};
+
 int64_t count_panels(int64_t out, bool is_gated) { return (out + 15) / 16 * (is_gated ? 2 : 1); }
 
 // A model with random weights, and all memory that it points to.
@@ -193,7 +196,7 @@ void check_sequences(int32_t format, bool is_int8, bool has_bias, bool has_int8_
 }
 
 void check_all_instruction_sets(int32_t format, bool is_int8, bool has_bias) {
-  for (const uint32_t features : {~0u, static_cast<uint32_t>(KVN_AVX2)}) {
+  for (const uint32_t features : kFeatureSets) {
     kvn_limit_cpu_features(features);
     for (const bool has_int8_kv : {false, true})
       if (kvn_cpu_features()) check_sequences(format, is_int8, has_bias, has_int8_kv);
@@ -221,7 +224,7 @@ TEST(tokens_do_not_depend_on_threads_or_other_rows) {
   draws[2].top_k = 5;
   draws[3].top_p = 0.7;
   draws[4].min_logit = -1.0f;
-  for (const uint32_t features : {~0u, static_cast<uint32_t>(KVN_AVX2)}) {
+  for (const uint32_t features : kFeatureSets) {
     kvn_limit_cpu_features(features);
     std::vector<int64_t> expected(6), found(6);
     KvnContext* alone = kvn_create(&test.model, 1);
