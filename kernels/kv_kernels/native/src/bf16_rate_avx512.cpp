@@ -7,16 +7,18 @@
 
 namespace {
 
-constexpr int kSums = 12;        // in registers: more than the instructions' latency needs
-constexpr int kSteps = 500;      // of each sum
-constexpr int kAttempts = 24;    // the shortest counts: other processes only lengthen them
-constexpr double kMargin = 1.25;
+constexpr int kSums = 12;       // in registers: more than the latency of the instructions needs
+constexpr int kSteps = 500;     // of each sum
+constexpr int kAttempts = 24;   // the shortest counts: other processes only lengthen them
+constexpr double kMargin = 1.25;  // so that processes that measure differently choose the same
 
 struct Fma {
   static __m512 add(__m512 sum, __m512 x) { return _mm512_fmadd_ps(x, x, sum); }
 };
 struct BF16 {
-  static __m512 add(__m512 sum, __m512 x) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)x); }
+  static __m512 add(__m512 sum, __m512 x) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)x);
+  }
 };
 
 int64_t read_clock() {
@@ -43,9 +45,8 @@ int64_t time_products() {
 
 }  // namespace
 
-// Where the instruction is slow, it takes four times as long as one multiplication (Sapphire
-// Rapids), where it is not, as long (Zen 4) or twice as long. Between two and four times, the margin
-// keeps all processes of a host at one decision.
+// A vdpbf16ps takes four times as long as one multiplication in float32 on a Xeon without AMX, and
+// about as long on Zen 4. With two times as long, both ways would be equal.
 bool kvn::is_bf16_slow() {
   int64_t float32 = INT64_MAX, bfloat16 = INT64_MAX;
   for (int i = 0; i < kAttempts; ++i) {

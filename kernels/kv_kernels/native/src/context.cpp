@@ -65,7 +65,7 @@ bool reserve_buffers(KvnContext& context, int64_t rows) {
 bool reserve_scratch(KvnContext& context, int64_t in) {
   const KvnModel& model = context.model;
   const int64_t rows = count_tile_positions(model) * count_heads_per_kv(model);
-  const int64_t words = divide_up(in * count_row_value_bytes(context), 4);
+  const int64_t words = round_up(in, 4) * count_row_value_bytes(context) / 4;  // of whole steps
   const int64_t bytes = round_up(context.kernels->count_scratch_bytes(model, rows, words), 4096);
   if (bytes > context.scratch_bytes) context.scratch_bytes = bytes;
   return context.work.scratch.reserve(context.scratch_bytes * context.team->size());

@@ -13,8 +13,8 @@ namespace avx512_widened {
 
 namespace kvn {
 const Kernels avx512_widened_kernels = {
-    avx512_widened::start_step,     avx512_widened::run_halves,
-    avx512_widened::compute_logits, avx512_widened::multiply_rows,
+    avx512_widened::start_step,          avx512_widened::run_halves,
+    avx512_widened::compute_logits,      avx512_widened::multiply_rows,
     avx512_widened::count_scratch_bytes, avx512_widened::count_tiled_bytes,
-    avx512_widened::pick_tokens,    sizeof(avx512_widened::DotBF16::X)};
+    avx512_widened::pick_tokens,         sizeof(avx512_widened::DotBF16::X)};
 }

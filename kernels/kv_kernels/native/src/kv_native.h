@@ -15,7 +15,7 @@ enum : uint32_t {
   KVN_AVX512_VNNI = 1u << 2,  // never without KVN_AVX512
   KVN_AVX512_BF16 = 1u << 3,  // never without KVN_AVX512
   KVN_AMX = 1u << 4,          // tiles of bfloat16 and int8; never without KVN_AVX512
-  // Measured: products of bfloat16 take longer by KVN_AVX512_BF16 than by multiplications in float32.
+  // Measured: products of bfloat16 take longer by KVN_AVX512_BF16 than in float32.
   KVN_SLOW_BF16 = 1u << 5,  // never without KVN_AVX512_BF16
 };
 

@@ -1,4 +1,4 @@
-// Products of bfloat16 by multiplications in float32, for CPUs without AVX512-BF16, and for those that
+// Products of bfloat16 by multiplications in float32, for CPUs without AVX512-BF16 and those that
 // take longer for one vdpbf16ps than for two of these.
 #pragma once
 
