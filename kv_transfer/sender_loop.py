@@ -95,11 +95,11 @@ class SenderLoop:
         if handoff is None or handoff.peer_key is not None:
             self.counters["ignored_ticket"] += 1
             return
-        machine, endpoint = handoff.machine, self._links.choose_endpoint(ticket)
-        if not self._links.can_dial(endpoint):
-            self._apply_outputs(
-                handoff, machine.abort(PeerUnreachable(f"no transport dials {endpoint[:200]!r}"))
-            )
+        machine = handoff.machine
+        try:
+            endpoint = self._links.choose_endpoint(ticket)
+        except PeerUnreachable as error:
+            self._apply_outputs(handoff, machine.abort(error))
             return
         handoff.peer_key = (endpoint, ticket.decode_peer.incarnation)
         self._close_stale_links(handoff.peer_key)
@@ -255,8 +255,11 @@ class SenderLoop:
         for handoff in list(self._handoffs.values()):
             if handoff.peer_key == peer:
                 self._apply_outputs(handoff, handoff.machine.on_link_lost(loss.error, loss.was_up))
-        if not any(
-            handoff.peer_key == peer and handoff.path is not None and not handoff.path.is_inline
+        if not any(  # over another link, perhaps
+            handoff.peer_key is not None
+            and handoff.peer_key[1] == peer[1]
+            and handoff.path is not None
+            and not handoff.path.is_inline
             for handoff in self._handoffs.values()
         ):
             self._writers.unmap_peer(peer[1])

@@ -9,7 +9,6 @@ from kv_transfer.core.send_queue import ReadyGate
 class HandoffProgress:
     """Of what was announced so far. Times are on the plane's clock."""
 
-    gates: frozenset[ReadyGate] = frozenset()  # of announced slabs that are not final
     last_ready_at: float = 0.0
     last_landed_at: float = 0.0
     landed_before_last_layer: int = 0  # slabs that had landed when the last ones became final
@@ -18,15 +17,13 @@ class HandoffProgress:
         self, gate: ReadyGate | None, num_landed: int, now: float
     ) -> "HandoffProgress":
         """Slabs were announced; `num_landed` others have landed."""
-        if gate is None or gate.passed_at is not None:
-            return self._with_ready(num_landed, now)
-        return replace(self, gates=self.gates | {gate})
+        is_final = gate is None or gate.passed_at is not None
+        return self._with_ready(num_landed, now) if is_final else self
 
     def with_passed(self, gate: ReadyGate, num_landed: int) -> "HandoffProgress":
         """The slabs behind a gate are final."""
         assert gate.passed_at is not None
-        rest = replace(self, gates=self.gates - {gate})
-        return rest._with_ready(num_landed, gate.passed_at)
+        return self._with_ready(num_landed, gate.passed_at)
 
     def _with_ready(self, num_landed: int, now: float) -> "HandoffProgress":
         return replace(self, last_ready_at=now, landed_before_last_layer=num_landed)

@@ -38,49 +38,48 @@ class BusyPeriod:
     messages: int
     size: int  # bytes
 
+    def with_message(self, size: int, started_at: float) -> "BusyPeriod":
+        """The period with one more message."""
+        started_at = min(self.started_at, started_at)
+        return BusyPeriod(started_at, self.messages + 1, self.size + size)
+
 
 @dataclass(frozen=True, slots=True)
-class _SentMessage:
+class _WaitingMessage:
     size: int  # bytes
-    gate: ReadyGate | None
-    begun_at: float
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether its slabs are not final yet: the link does nothing for it."""
-        return self.gate is not None and self.gate.passed_at is None
-
-    @property
-    def started_at(self) -> float:
-        gate = self.gate
-        return max(self.begun_at, gate.passed_at or 0.0) if gate is not None else self.begun_at
+    gate: ReadyGate
 
 
 @dataclass(slots=True)
 class LinkUsage:
-    """The messages of a hand-off since its last busy period. Times are on the plane's clock."""
+    """The messages of a hand-off that are on their way. Times are on the plane's clock."""
 
-    _messages: list[_SentMessage] = field(default_factory=list)
+    _period: BusyPeriod | None = None  # of messages whose slabs are final
+    _waiting: list[_WaitingMessage] = field(default_factory=list)  # the link does nothing for them
 
     def add_message(self, size: int, gate: ReadyGate | None, now: float) -> None:
         """A message of `size` bytes was begun."""
-        self._messages.append(_SentMessage(size, gate, now))
+        if gate is not None and gate.passed_at is None:
+            self._waiting.append(_WaitingMessage(size, gate))
+        else:
+            self._add_to_period(size, now)
 
     def take_busy_period(self, unacked_bytes: int) -> BusyPeriod | None:
         """The busy period that has ended; None if there was none or it goes on.
 
         It has ended when all has landed that does not wait for its gate.
         """
-        waiting = [message for message in self._messages if message.is_waiting]
-        landed = [message for message in self._messages if not message.is_waiting]
-        if not landed or unacked_bytes > sum(message.size for message in waiting):
+        waiting, self._waiting = self._waiting, []
+        for message in waiting:
+            self.add_message(message.size, message.gate, message.gate.passed_at or 0.0)
+        if unacked_bytes > sum(message.size for message in self._waiting):
             return None
-        self._messages = waiting
-        return BusyPeriod(
-            min(message.started_at for message in landed),
-            len(landed),
-            sum(message.size for message in landed),
-        )
+        period, self._period = self._period, None
+        return period
+
+    def _add_to_period(self, size: int, started_at: float) -> None:
+        period = self._period or BusyPeriod(started_at, 0, 0)
+        self._period = period.with_message(size, started_at)
 
 
 class LinkCostEstimator:

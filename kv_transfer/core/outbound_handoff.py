@@ -77,6 +77,7 @@ class OutboundHandoff:
     ticket: Ticket | None = None
     lock: WriterLock = field(default_factory=NoLock)
     writes_in_flight: int = 0
+    bytes_in_flight: int = 0  # of these, about which decode knows nothing yet
     send_queue: tuple[ReadySlabs, ...] = ()
     announced_slabs: int = 0
     sent_slabs: int = 0
@@ -103,8 +104,8 @@ class OutboundHandoff:
 
     @property
     def _answer_deadline(self) -> float:
-        waiting = self.state is OutboundState.SEALED or self.unacked_bytes or not self.window_bytes
-        waiting = waiting and not self.progress.gates
+        unanswered = self.unacked_bytes - self.bytes_in_flight
+        waiting = self.state is OutboundState.SEALED or unanswered or not self.window_bytes
         return self.last_progress_at + self.settings.answer_timeout if waiting else NEVER
 
     def is_answer_overdue(self, now: float) -> bool:
@@ -116,7 +117,6 @@ class OutboundHandoff:
     def on_gate_passed(self, gate: ReadyGate) -> list[OutboundOutput]:
         """Slabs that were announced behind this gate are final."""
         self.progress = self.progress.with_passed(gate, self.landed_slabs.bit_count())
-        self.last_progress_at = self.progress.last_ready_at  # decode had nothing to answer before
         return []
 
     def announce_slabs(self, ready: ReadySlabs, now: float) -> list[OutboundOutput]:
@@ -208,10 +208,10 @@ class OutboundHandoff:
         write, self.send_queue = split_next_write(
             self.send_queue, max(1, room // slab), self.settings.layers_per_message
         )
-        if not self.unacked_bytes:
-            self.last_progress_at = now  # decode had nothing to answer until now
+        size = write.slab_range.num_slabs * slab
         self.sent_slabs |= self.grid.bitmask(write.slab_range)
-        self.unacked_bytes += write.slab_range.num_slabs * slab
+        self.unacked_bytes += size
+        self.bytes_in_flight += size
         self.writes_in_flight += 1
         return write, []
 
@@ -219,11 +219,12 @@ class OutboundHandoff:
         self, write: OutgoingWrite, checksum: int, is_inline: bool, now: float
     ) -> list[OutboundOutput]:
         """The source blocks of `write` were read and will not be read again."""
+        slab_range = write.slab_range
+        size = slab_range.num_slabs * self.shape.slab_bytes
+        self.bytes_in_flight -= size
         self._release_write()
         if self.state is OutboundState.ABORTING:
             return self._finish_abort_if_idle()
-        slab_range = write.slab_range
-        size = slab_range.num_slabs * self.shape.slab_bytes
         self.bytes_sent += size
         self.manifest_digest = extend_manifest_digest(self.manifest_digest, slab_range, checksum)
         self.last_progress_at = now

@@ -53,6 +53,19 @@ class ReadySlabs:
     def slab_range(self) -> SlabRange:
         return SlabRange(self.layer, 1, self.first_block, len(self.source_blocks))
 
+    @property
+    def open_gate(self) -> ReadyGate | None:
+        """The gate, if it has not passed."""
+        return self.gate if self.gate is not None and self.gate.passed_at is None else None
+
+    def can_follow(self, head: "ReadySlabs") -> bool:
+        """Whether it can travel in a message that begins with `head`."""
+        return (
+            self.first_block == head.first_block
+            and self.source_blocks == head.source_blocks
+            and self.open_gate is head.open_gate
+        )
+
     def clip_before(self, first: int) -> tuple["ReadySlabs", ...]:
         """The part of the announcement from logical block `first` on; () if there is none."""
         skip = max(0, first - self.first_block)
@@ -91,12 +104,16 @@ def split_next_write(
     if num_blocks > max_slabs:
         first, later = head.source_blocks[:max_slabs], head.source_blocks[max_slabs:]
         slab_range = SlabRange(head.layer, 1, head.first_block, max_slabs)
-        write = OutgoingWrite(slab_range, first, head.gate)
+        write = OutgoingWrite(slab_range, first, head.open_gate)
         remaining = replace(head, first_block=head.first_block + max_slabs, source_blocks=later)
         return write, (remaining, *queue[1:])
     limit = min(max_layers or max_slabs, max_slabs // num_blocks, len(queue))
     layers = 1
-    while layers < limit and queue[layers] == replace(head, layer=head.layer + layers):
+    while (
+        layers < limit
+        and queue[layers].layer == head.layer + layers
+        and queue[layers].can_follow(head)
+    ):
         layers += 1
     slab_range = SlabRange(head.layer, layers, head.first_block, num_blocks)
-    return OutgoingWrite(slab_range, head.source_blocks, head.gate), queue[layers:]
+    return OutgoingWrite(slab_range, head.source_blocks, head.open_gate), queue[layers:]

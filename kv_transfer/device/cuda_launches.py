@@ -22,11 +22,32 @@ _BRIEF_SECONDS = 0.0005  # a copy of 64 MiB takes half of it
 _TURNS_AFTER_LONG_LAUNCH = 32  # in which launches are not waited for
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchStreams:
+    """The streams of a queue.
+
+    Launches that wait for an event have streams of their own: a launch that could begin at once
+    would wait for them. So would an upload.
+    """
+
+    upload: torch.cuda.Stream
+    ready: Sequence[torch.cuda.Stream]
+    waiting: Sequence[torch.cuda.Stream] = ()
+
+    @staticmethod
+    def make(num_ready: int, num_waiting: int = 0, priority: int = 0) -> "LaunchStreams":
+        """New streams on the current device."""
+        upload, *others = (
+            torch.cuda.Stream(priority=priority) for _ in range(1 + num_ready + num_waiting)
+        )
+        return LaunchStreams(upload, others[:num_ready], others[num_ready:])
+
+
 @dataclass(slots=True)
 class _UploadedNumbers:
     numbers: torch.Tensor  # int32 [n]
     uploaded: torch.cuda.Event
-    waiting_streams: set[int]  # indices of streams that wait for the event, or have waited
+    waiting_streams: set[torch.cuda.Stream]  # that wait for the event, or have waited
 
 
 class BlockNumbers:
@@ -36,36 +57,35 @@ class BlockNumbers:
     as long for one layer.
     """
 
-    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
-        self._streams = streams
+    def __init__(self, upload_stream: torch.cuda.Stream) -> None:
+        self._stream = upload_stream
         self._uploaded: OrderedDict[tuple[int, ...], _UploadedNumbers] = OrderedDict()
 
-    def upload(self, blocks: Sequence[int], stream_index: int) -> torch.Tensor:
-        """The numbers as int32 [n], for launches on one of the streams.
+    def upload(self, blocks: Sequence[int], stream: torch.cuda.Stream) -> torch.Tensor:
+        """The numbers as int32 [n], for launches on the stream.
 
         Keep the tensor until the last of these launches has ended.
         """
         key = tuple(blocks)
         found = self._uploaded.get(key)
         if found is None:
-            found = self._uploaded[key] = self._begin_upload(key, stream_index)
+            found = self._uploaded[key] = self._begin_upload(key)
             if len(self._uploaded) > _KEPT_BLOCK_LISTS:
                 self._uploaded.popitem(last=False)
         else:
             self._uploaded.move_to_end(key)
-        if stream_index not in found.waiting_streams:
-            self._streams[stream_index].wait_event(found.uploaded)
-            found.waiting_streams.add(stream_index)
+        if stream not in found.waiting_streams:
+            stream.wait_event(found.uploaded)
+            found.waiting_streams.add(stream)
         return found.numbers
 
-    def _begin_upload(self, blocks: tuple[int, ...], stream_index: int) -> _UploadedNumbers:
+    def _begin_upload(self, blocks: tuple[int, ...]) -> _UploadedNumbers:
         host = torch.tensor(blocks, dtype=torch.int32).pin_memory()
-        stream = self._streams[stream_index]
-        with torch.cuda.stream(stream):
-            numbers = host.to(stream.device, non_blocking=True)
+        with torch.cuda.stream(self._stream):
+            numbers = host.to(self._stream.device, non_blocking=True)
             uploaded = torch.cuda.Event()
             uploaded.record()
-        return _UploadedNumbers(numbers, uploaded, {stream_index})
+        return _UploadedNumbers(numbers, uploaded, set())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,23 +122,22 @@ class LaunchQueue:
     thread.
     """
 
-    def __init__(self, name: str, streams: Sequence[torch.cuda.Stream]) -> None:
+    def __init__(self, name: str, streams: LaunchStreams) -> None:
         self.streams = streams
-        self.block_numbers = BlockNumbers(streams)
+        self.block_numbers = BlockNumbers(streams.upload)
         self._ends = CompletionThread(name)
-        self._stream_indices = cycle(range(len(streams)))
+        self._ready_streams, self._waiting_streams = cycle(streams.ready), cycle(streams.waiting)
         self._recent: list[QueuedLaunch] = []
         self._turns_to_skip = 0
 
-    def next_stream(self) -> int:
-        """The index of the stream of the next launch."""
-        return next(self._stream_indices)
-
-    def delay_stream(self, index: int, after: DeviceEvent | None) -> None:
-        """Let what is queued there from now on begin after the event."""
-        if after is not None:
-            assert isinstance(after, torch.cuda.Event)
-            self.streams[index].wait_event(after)
+    def next_stream(self, after: DeviceEvent | None) -> torch.cuda.Stream:
+        """The stream of the next launch, which begins after the event."""
+        if after is None:
+            return next(self._ready_streams)
+        assert isinstance(after, torch.cuda.Event)
+        stream = next(self._waiting_streams)
+        stream.wait_event(after)
+        return stream
 
     def add_launch(self, launch: QueuedLaunch) -> None:
         """`pass_on_ends` must follow."""

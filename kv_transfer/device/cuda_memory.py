@@ -20,7 +20,7 @@ from baton.kv.device_event import DeviceEvent
 from kv_kernels.triton.block_copy import SlabPlaces, count_checksum_parts, launch_slab_move
 from kv_transfer.core.slabs import SlabRange
 from kv_transfer.device.cuda_driver_api import UVM_FILE, CudaDriver, CudaError
-from kv_transfer.device.cuda_launches import LaunchQueue, LaunchSlots, QueuedLaunch
+from kv_transfer.device.cuda_launches import LaunchQueue, LaunchSlots, LaunchStreams, QueuedLaunch
 from kv_transfer.device.cuda_views import map_pinned, view_device_words
 from kv_transfer.device.device_memory import (
     ArenaExport,
@@ -126,8 +126,8 @@ class CudaMemory:
         self._driver = CudaDriver(arena.device.index or 0)
         self._slots = LaunchSlots()
         with torch.cuda.device(self._device):
-            copy_streams = [torch.cuda.Stream() for _ in range(_COPY_STREAMS)]
-            check_streams = [torch.cuda.Stream(priority=-1)]
+            copy_streams = LaunchStreams.make(_COPY_STREAMS, _COPY_STREAMS)
+            check_streams = LaunchStreams.make(1, priority=-1)
         self._copies = LaunchQueue("cuda-ipc-copies", copy_streams)
         self._checks = LaunchQueue("cuda-ipc-checks", check_streams)
 
@@ -244,7 +244,7 @@ class CudaMemory:
 
     def _flip_bit(self, layer: int, block: int) -> None:
         word = block * self._block_words + layer * self._slab_words
-        with torch.cuda.stream(self._checks.streams[0]):
+        with torch.cuda.stream(self._checks.streams.ready[0]):
             self._words[word].bitwise_xor_(1)
 
     def pass_on_ends(self, *, of_checks: bool) -> None:
@@ -294,12 +294,13 @@ class CudaMemory:
         parts, count = count_checksum_parts(words), len(source)
         slot = self._slots.take(count, parts)
         first_word = slab_range.first_layer * self._slab_words
-        index = queue.next_stream()
+        if after is not None and after.query():
+            after = None
         with torch.cuda.device(self._device):
-            read = queue.block_numbers.upload(source, index)
-            written = queue.block_numbers.upload(target, index)
-            with torch.cuda.stream(queue.streams[index]):
-                queue.delay_stream(index, after)
+            stream = queue.next_stream(after)
+            read = queue.block_numbers.upload(source, stream)
+            written = queue.block_numbers.upload(target, stream)
+            with torch.cuda.stream(stream):
                 own = SlabPlaces(self._words, self._block_words, first_word)
                 launch_slab_move(own, places, read, written, words, slot.view_parts(count, parts))
                 ended = torch.cuda.Event(blocking=True)

@@ -20,11 +20,11 @@ A writer's links to decode nodes, with the messages that wait on each.
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from baton.errors import BatonError
+from baton.errors import BatonError, PeerUnreachable
 from baton.types import Incarnation, Ticket, TicketId
 from kv_transfer.core import frames
 from kv_transfer.core.handoff_common import is_one_sided
@@ -131,6 +131,18 @@ class TransferDialer(Protocol):
     def close(self) -> None: ...
 
 
+class LocalLinkDialer(TransferDialer, Protocol):
+    """Makes links to decode nodes whose segment folder this process sees."""
+
+    def find_endpoint(self, segment: str) -> str:
+        """The endpoint of the link beside a segment; empty if there is none that can be used."""
+        ...
+
+    def can_dial(self, endpoint: str) -> bool:
+        """Dial an endpoint that was found, for the next `dial`. Whether that was possible."""
+        ...
+
+
 PeerKey = tuple[str, Incarnation]  # endpoint and incarnation: an address alone is no identity
 
 
@@ -185,37 +197,47 @@ class PeerLinks:
     def __init__(
         self,
         dialers: Mapping[str, TransferDialer],
-        find_local_endpoint: Callable[[str], str] = lambda _: "",
+        local_dialer: LocalLinkDialer | None = None,
     ) -> None:
-        """`dialers` by the scheme of the endpoints that they dial.
-
-        `find_local_endpoint` returns that of the link beside a segment; empty if it has none."""
+        """`dialers` by the scheme of the endpoints that they dial, which tickets name."""
         self._dialers = dialers
-        self._find_local_endpoint = find_local_endpoint
+        self._local_dialer = local_dialer
         self._links: dict[PeerKey, PeerLink] = {}
 
     def choose_endpoint(self, ticket: Ticket) -> str:
-        """What to dial for a ticket: the link beside decode's segment, if it is written to."""
-        local = ""
-        if is_one_sided(ticket.transport):
-            local = self._find_local_endpoint(ticket.segment.name)
-        return local or ticket.decode_peer.transfer_endpoint
+        """What to dial for a ticket: the link beside decode's segment, if it is written to.
 
-    def can_dial(self, endpoint: str) -> bool:
-        return endpoint.partition("://")[0] in self._dialers
+        Raises PeerUnreachable if nothing dials the endpoint that the ticket names.
+        """
+        if is_one_sided(ticket.transport) and (local := self._find_local_endpoint(ticket)):
+            return local
+        endpoint = ticket.decode_peer.transfer_endpoint
+        if _scheme(endpoint) not in self._dialers:
+            raise PeerUnreachable(f"no transport dials {endpoint[:200]!r}")
+        return endpoint
+
+    def _find_local_endpoint(self, ticket: Ticket) -> str:
+        dialer = self._local_dialer
+        endpoint = dialer.find_endpoint(ticket.segment.name) if dialer is not None else ""
+        if not endpoint or dialer is None:
+            return ""
+        is_linked = (endpoint, ticket.decode_peer.incarnation) in self._links
+        return endpoint if is_linked or dialer.can_dial(endpoint) else ""
 
     def get(self, peer: PeerKey) -> PeerLink | None:
         """The link to a peer, if there is one."""
         return self._links.get(peer)
 
     def get_or_dial(self, peer: PeerKey, now: float) -> PeerLink:
-        """The link to a peer, dialled if there is none. `can_dial` holds for its endpoint."""
+        """The link to a peer, dialled if there is none. Its endpoint was chosen here."""
         if peer not in self._links:
-            endpoint = peer[0]
-            self._links[peer] = PeerLink(
-                self._dialers[endpoint.partition("://")[0]].dial(endpoint), now
-            )
+            self._links[peer] = PeerLink(self._dial(peer[0]), now)
         return self._links[peer]
+
+    def _dial(self, endpoint: str) -> WriterLink:
+        dialer = self._dialers.get(_scheme(endpoint)) or self._local_dialer
+        assert dialer is not None, endpoint
+        return dialer.dial(endpoint)
 
     def items(self) -> list[tuple[PeerKey, PeerLink]]:
         return list(self._links.items())
@@ -238,3 +260,9 @@ class PeerLinks:
         self._links.clear()
         for dialer in self._dialers.values():
             dialer.close()
+        if self._local_dialer is not None:
+            self._local_dialer.close()
+
+
+def _scheme(endpoint: str) -> str:
+    return endpoint.partition("://")[0]

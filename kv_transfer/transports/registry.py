@@ -14,12 +14,7 @@ from kv_transfer.transports.grpc_decode_link import GrpcDecodeLink
 from kv_transfer.transports.grpc_protocol import SCHEME
 from kv_transfer.transports.grpc_writer_link import GrpcDialer
 from kv_transfer.transports.links import DecodeLink, PeerLinks, TransferDialer
-from kv_transfer.transports.local_link import (
-    LOCAL_SCHEME,
-    HostDecodeLink,
-    LocalDecodeLink,
-    LocalDialer,
-)
+from kv_transfer.transports.local_link import HostDecodeLink, LocalDecodeLink, LocalDialer
 from kv_transfer.transports.memory_link import MemoryDecodeLink, MemoryDialer
 from kv_transfer.transports.zmq_keys import derive_curve_keys
 from kv_transfer.transports.zmq_link import ZmqDecodeLink, ZmqDialer
@@ -64,11 +59,9 @@ def _make_network_link(settings: TransferSettings, token: str) -> DecodeLink:
 
 def make_peer_links(token: str, settings: TransferSettings) -> PeerLinks:
     """Make what dials decode nodes, by the scheme of the endpoint that a ticket names."""
-    local = LocalDialer(settings.segment_folder)
     dialers: dict[str, TransferDialer] = {
         "memory": MemoryDialer(),
         "tcp": ZmqDialer(derive_curve_keys(token), settings),
         SCHEME: GrpcDialer(token, settings),
-        LOCAL_SCHEME: local,
     }
-    return PeerLinks(dialers, local.find_endpoint)
+    return PeerLinks(dialers, LocalDialer(settings.segment_folder))

@@ -4,17 +4,20 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from baton.errors import PeerUnreachable
 from baton.shared_memory.segment import LINK_SUFFIX, remove_stale_segments
 from kv_transfer.core.frames import MAX_HEADER_BYTES
+from kv_transfer.plane import InboundStarted
 from kv_transfer.transports import local_link
-from kv_transfer.transports.links import LinkMessage, PeerLinks
+from kv_transfer.transports.links import LinkLoss, LinkMessage, PeerLinks
 from kv_transfer.transports.local_link import LocalDecodeLink, LocalDialer, LocalWriterLink
-from tests.contract.transfer_pair import TransferPair, transfer_pair, wait_until
+from tests.contract.transfer_pair import SEAL_INFO, TransferPair, transfer_pair, wait_until
 
 SEGMENT = "baton-arena-" + "0" * 32
 
@@ -29,7 +32,9 @@ class LinkEnds:
     writers: list[LocalWriterLink]
 
     def dial(self) -> LocalWriterLink:
-        writer = self.dialer.dial(self.dialer.find_endpoint(SEGMENT))
+        endpoint = self.dialer.find_endpoint(SEGMENT)
+        assert endpoint
+        writer = self.dialer.dial(endpoint)
         self.writers.append(writer)
         return writer
 
@@ -125,6 +130,7 @@ def test_answers_wait_for_a_writer_that_does_not_read(
 
 def test_a_message_that_is_too_long_ends_its_connection_only(ends: LinkEnds) -> None:
     bad, good = ends.dial(), ends.dial()
+    assert bad._stream is not None
     bad._stream.socket.sendall((MAX_HEADER_BYTES + 1).to_bytes(4, "little"))
     wait_until(lambda: ends.is_lost(bad))
     assert good.send(b"hello")
@@ -135,7 +141,8 @@ def test_a_message_that_is_too_long_ends_its_connection_only(ends: LinkEnds) -> 
 def test_decode_that_closes_is_a_loss(ends: LinkEnds) -> None:
     writer = ends.dial()
     assert writer.send(b"hello")
-    ends.receive()
+    assert ends.decode.send(ends.receive().reply_route, b"answer")
+    assert receive_by(writer.receive) == b"answer"
     ends.decode.close()
     receive: Callable[[], object] = writer.receive
     wait_until(lambda: receive() is None and writer.get_loss() is not None)
@@ -172,8 +179,13 @@ def test_the_number_of_connections_is_bounded(
         ends.receive()
     third = ends.dial()
     wait_until(lambda: ends.is_lost(third))
+    loss = third.get_loss()
+    assert loss is not None
+    assert not loss.was_up
+    assert ends.dialer.find_endpoint(SEGMENT) == ""  # this process uses the network link now
     writers[0].close()
     ends.decode.receive()
+    ends.dialer = LocalDialer(ends.folder)
     fourth = ends.dial()
     assert fourth.send(b"hello")
     assert ends.receive().header == b"hello"
@@ -188,6 +200,9 @@ def test_without_descriptors_writers_use_the_network_from_then_on(
         def fileno(self) -> int:
             return listener.fileno()
 
+        def close(self) -> None:
+            listener.close()
+
         def accept(self) -> tuple[socket.socket, str]:
             raise OSError(24, "Too many open files")
 
@@ -197,8 +212,12 @@ def test_without_descriptors_writers_use_the_network_from_then_on(
         patch.setattr(ends.decode, "_listener", FullListener())
         ends.decode.receive()
     assert ends.dialer.find_endpoint(SEGMENT) == ""
-    assert ends.decode._epoll.poll(0) == []  # it does not wake the plane for the one that waits
-    assert second.get_loss() is None
+    assert ends.decode._epoll.poll(0) == []  # nothing wakes the plane any more
+    for waiting in (first, second):  # to be accepted
+        waiting.receive()
+        loss = waiting.get_loss()
+        assert loss is not None
+        assert not loss.was_up
 
 
 @pytest.mark.parametrize("segment", ["", "baton-arena-x", "../" + SEGMENT, "elsewhere"])
@@ -207,16 +226,45 @@ def test_a_name_that_is_no_segments_has_no_link(segment: str, ends: LinkEnds) ->
 
 
 def test_a_link_that_cannot_be_dialled_is_not_tried_again(ends: LinkEnds) -> None:
-    endpoint = ends.dialer.find_endpoint(SEGMENT)
-    path = ends.folder / (SEGMENT + LINK_SUFFIX)
+    path, endpoint = ends.folder / (SEGMENT + LINK_SUFFIX), ends.dialer.find_endpoint(SEGMENT)
+    assert endpoint == f"unix://{SEGMENT}"
     ends.decode._listener.shutdown(socket.SHUT_RDWR)
-    writer = ends.dial()
-    loss = writer.get_loss()
+    assert not ends.dialer.can_dial(endpoint)
+    assert path.exists()
+    assert ends.dialer.find_endpoint(SEGMENT) == ""
+    loss = ends.dialer.dial(endpoint).get_loss()  # of a peer whose link was lost
     assert loss is not None
     assert not loss.was_up
     assert "refused" in loss.error.message.lower()
-    assert path.exists()
-    assert (endpoint, ends.dialer.find_endpoint(SEGMENT)) == (f"unix://{SEGMENT}", "")
+
+
+def test_a_link_is_dialled_once(ends: LinkEnds) -> None:
+    endpoint = ends.dialer.find_endpoint(SEGMENT)
+    assert all(ends.dialer.can_dial(endpoint) for _ in range(3))
+    writer = ends.dialer.dial(endpoint)
+    assert writer.send(b"hello")
+    ends.receive()
+    assert ends.decode.receive() is None
+    assert len(ends.decode._connections) == 1
+    writer.close()
+    assert ends.dialer.can_dial(endpoint)  # one that nobody uses
+    ends.dialer.close()
+
+
+def test_without_descriptors_a_writer_finds_its_link_lost(
+    ends: LinkEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> socket.socket:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(local_link, "_make_socket", refuse)
+    writer = ends.dial()
+    assert not writer.send(b"hello")
+    assert writer.receive() is None
+    assert writer.read_pollables() == ()
+    loss = writer.get_loss()
+    assert loss is not None
+    assert "Too many open files" in loss.error.message
 
 
 def test_the_socket_of_a_segment_that_is_gone_is_removed(tmp_path: Path) -> None:
@@ -230,6 +278,53 @@ def test_the_socket_of_a_segment_that_is_gone_is_removed(tmp_path: Path) -> None
 def _dialled(pair: TransferPair) -> list[str]:
     links: PeerLinks = pair.outbound._loop._links  # type: ignore[attr-defined]
     return [endpoint.partition("://")[0] for (endpoint, _), _ in links.items()]
+
+
+def test_what_was_received_before_a_loss_is_not_lost(ends: LinkEnds) -> None:
+    writer = ends.dial()
+    assert writer.send(b"hello")
+    route = ends.receive().reply_route
+    for answer in (b"first", b"second"):
+        assert ends.decode.send(route, answer)
+    ends.decode.close()
+    wait_until(lambda: not writer.send(b"more"))
+    assert writer.get_loss() is None
+    assert [writer.receive() for _ in range(3)] == [b"first", b"second", None]
+    loss = writer.get_loss()
+    assert loss is not None
+    assert loss.was_up
+
+
+def test_a_ticket_cannot_name_a_local_link(tmp_path: Path) -> None:
+    with transfer_pair("zmq", tmp_path) as pair:
+        pair.decode_address = replace(pair.decode_address, transfer_endpoint="unix:///tmp/x")
+        key = pair.open_handoff(1)
+        ticket = pair.make_ticket(key, [3])
+        pair.outbound.set_ticket(key, ticket)
+        pair.expect_aborted(key, PeerUnreachable)
+
+
+def test_a_loss_of_one_of_two_links_to_a_node_leaves_its_arena_mapped(tmp_path: Path) -> None:
+    """A node that has stopped listening locally has links of both kinds."""
+    with transfer_pair("shm", tmp_path) as pair:
+        key = pair.open_handoff(2)
+        ticket = pair.grant_ticket(key, [3, 4])
+        pair.outbound.set_ticket(key, ticket)
+        pair.announce_layers(key, [1, 2], layers=[0])
+        pair.decode_events.expect_event(InboundStarted)
+        (tmp_path / (pair.segment.name + LINK_SUFFIX)).unlink()
+        pair.check_full_handoff()
+        assert sorted(_dialled(pair)) == ["tcp", "unix"]
+        loop: Any = pair.outbound._loop  # type: ignore[attr-defined]
+        tcp = next(peer for peer, _ in loop._links.items() if peer[0].startswith("tcp"))
+        loss = LinkLoss(PeerUnreachable("lost"), was_up=True)
+        pair.outbound._thread.post_command(  # type: ignore[attr-defined]
+            lambda: loop._drop_link(tcp, loss)
+        )
+        pair.announce_layers(key, [1, 2], layers=[1, 2])
+        pair.outbound.seal_handoff(key, SEAL_INFO)
+        pair.finish_handoff(ticket)
+        assert pair.has_arrived([1, 2], [3, 4])
 
 
 @pytest.mark.parametrize(

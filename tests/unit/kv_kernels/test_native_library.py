@@ -66,7 +66,10 @@ def test_processes_that_start_at_once_choose_the_same_kernels() -> None:
     """What a process measures decides, also while others take its core."""
     command = [sys.executable, "-m", "kv_kernels.native.native_library"]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(8)]
-    assert len({process.communicate()[0] for process in started}) == 1
+    described = {process.communicate()[0] for process in started}
+    assert [process.returncode for process in started] == [0] * 8
+    assert len(described) == 1
+    assert described.pop().startswith("CPU kernels: ")
 
 
 def test_description_of_features() -> None:

@@ -8,8 +8,8 @@
 namespace {
 
 constexpr int kSums = 12;       // in registers: more than the latency of the instructions needs
-constexpr int kSteps = 500;     // of each sum
-constexpr int kAttempts = 24;   // the shortest counts: other processes only lengthen them
+constexpr int kSteps = 2500;    // of each sum: much longer than reading a clock
+constexpr int kAttempts = 12;   // the shortest counts: other processes only lengthen them
 constexpr double kMargin = 1.25;  // so that processes that measure differently choose the same
 
 struct Fma {

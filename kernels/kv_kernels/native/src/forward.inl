@@ -520,7 +520,9 @@ static void multiply_rows(KvnContext& context, const KvnLinear& linear, const vo
 
 // Of a member that attends for `rows` query rows, or packs rows of `words` words for a product.
 static int64_t count_scratch_bytes(const KvnModel& model, int64_t rows, int64_t words) {
-  const int64_t attention = AttentionScratch<DotF32>().place(nullptr, rows, model.head_dim);
+  const int64_t float32 = AttentionScratch<DotF32>().place(nullptr, rows, model.head_dim);
+  const int64_t bfloat16 = AttentionScratch<DotBF16>().place(nullptr, rows, model.head_dim);
+  const int64_t attention = float32 > bfloat16 ? float32 : bfloat16;
   const int64_t packed = (kMaxPackedRows * words + 16) * 4;
   return attention > packed ? attention : packed;
 }

@@ -76,6 +76,14 @@ def test_layers_behind_different_gates_do_not_travel_together() -> None:
     ]
 
 
+def test_layers_whose_gates_have_passed_travel_together() -> None:
+    gates = [ReadyGate(IdentityEvent(), passed_at=1.0) for _ in range(2)]
+    blocks = (BlockIndex(4), BlockIndex(5))
+    queue = tuple(ReadySlabs(layer, 0, blocks, gates[layer // 2]) for layer in range(4))
+    write, queue = split_next_write(queue, 8, 0)
+    assert (write.slab_range.num_layers, write.gate, queue) == (4, None, ())
+
+
 def test_parts_of_a_layer_keep_its_gate() -> None:
     gate = ReadyGate(IdentityEvent())
     queue: tuple[ReadySlabs, ...] = (ReadySlabs(0, 0, (BlockIndex(4), BlockIndex(5)), gate),)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kv_transfer.device import cuda_launches
-from kv_transfer.device.cuda_launches import LaunchQueue, QueuedLaunch
+from kv_transfer.device.cuda_launches import LaunchQueue, LaunchStreams, QueuedLaunch
 
 
 class ScriptedEvent:
@@ -45,7 +45,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def launches() -> Iterator[LaunchQueue]:
-    queue = LaunchQueue("test-launches", [])
+    no_stream: Any = None
+    queue = LaunchQueue("test-launches", LaunchStreams(no_stream, []))
     yield queue
     queue.close()
 

@@ -75,13 +75,21 @@ class FakeStream:
         self._gpu.log.append("drain side")
 
 
+class ComputeStream:
+    def __init__(self, gpu: FakeCudaRuntime) -> None:
+        self._gpu = gpu
+
+    def synchronize(self) -> None:
+        self._gpu.log.append("drain compute")
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCudaRuntime:
     gpu = FakeCudaRuntime()
     monkeypatch.setattr(torch.cuda, "Event", gpu.make_event)
     monkeypatch.setattr(torch.cuda, "Stream", gpu.make_stream)
     monkeypatch.setattr(torch.cuda, "stream", gpu.use_stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "compute")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: ComputeStream(gpu))
     monkeypatch.setattr(layer_reporters, "copy_blocks_between", gpu.copy_layer)
     monkeypatch.setattr(CudaLayerSaver, "_stream", None)
     return gpu
@@ -116,26 +124,26 @@ def test_layers_that_are_read_on_the_device_are_announced_before_they_are_report
         assert reported == []
     assert reported == [0, 1, 2, 3, 4]
     assert gpu.num_recorded == 3
-    assert gpu.log == ["wait compute"] * 4  # the last one has ended the second time
+    assert gpu.log == ["wait compute"] * 3
     assert not gpu.copies
     assert reporter.measure_copy_wait() == 0.0
 
 
 def test_a_failed_step_leaves_nothing_queued(gpu: FakeCudaRuntime) -> None:
     reported: list[int] = []
-    callback = FunctionCallback(reported.append)
+    callback = GroupedCallback(reported.append)
     reporter = CudaLayerReporter(callback, callback)
 
     def fail_launch() -> None:
         with reporter.finished_at_exit():
             reporter.on_layer_written(0)
-            reporter.on_layer_written(1)
             raise RuntimeError("launch")
 
     with pytest.raises(RuntimeError, match="launch"):
         fail_launch()
     assert reported == []
-    assert gpu.num_ended == 2
+    assert gpu.num_recorded == 0  # in the middle of a group
+    assert gpu.log == ["drain compute"]
 
 
 def make_saver(reported: list[int]) -> CudaLayerSaver:
