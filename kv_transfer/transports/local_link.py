@@ -137,6 +137,7 @@ class LocalWriterLink:
         self._stream: _MessageStream | None = None
         self._dial_error = ""
         self._fds: tuple[int, ...] = ()
+        self._packed = b"", b""  # the header that is being sent, and its message
         try:
             self._stream = _connect(path)
         except OSError as error:
@@ -146,7 +147,9 @@ class LocalWriterLink:
 
     def send(self, header: bytes, payload: memoryview | None = None) -> bool:
         assert payload is None, "a payload over a local link"
-        return self._stream is not None and self._stream.try_send(pack_message(header, None))
+        if self._packed[0] is not header:  # else this is the next try
+            self._packed = header, pack_message(header, None)
+        return self._stream is not None and self._stream.try_send(self._packed[1])
 
     def receive(self) -> bytes | None:
         message = None if self._stream is None else self._stream.receive()
