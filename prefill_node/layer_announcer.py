@@ -1,6 +1,6 @@
 """Announces to the transfer plane which blocks a step completes, by groups of layers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import HandoffFailed
@@ -55,11 +55,14 @@ class LayerAnnouncer:
             or _HOLD_FAILPOINT in FAILPOINTS.armed
         )
 
-    def on_launched(self, layer_ends: Mapping[int, DeviceEvent]) -> None:
+    def on_launched(self, layer_ends: Sequence[DeviceEvent]) -> None:
         """Announce all layers."""
-        for layer, event in layer_ends.items():
-            gate = self._gates[layer] = ReadyGate(event)
-            self._announce_group(layer + 1, gate)
+        for layer in range(self.num_layers):
+            if self.ends_group(layer):
+                group = range(self.num_announced, layer + 1)
+                gate = ReadyGate({each: layer_ends[each] for each in group})
+                self._gates[layer] = gate
+                self._announce_group(layer + 1, gate)
 
     def __call__(self, layer: int) -> None:
         started = self.clock()

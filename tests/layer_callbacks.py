@@ -1,6 +1,6 @@
 """Layer callbacks for steps that tests run themselves."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.kv.device_event import DeviceEvent
@@ -18,7 +18,7 @@ class FunctionCallback:
     def ends_group(self, layer: int) -> bool:
         return True
 
-    def on_launched(self, layer_ends: Mapping[int, DeviceEvent]) -> None: ...
+    def on_launched(self, layer_ends: Sequence[DeviceEvent]) -> None: ...
 
     def __call__(self, layer: int) -> None:
         self.function(layer)

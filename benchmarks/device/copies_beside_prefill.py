@@ -13,7 +13,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,12 @@ from benchmarks.clusters.llama_folders import LLAMA_CONFIGS, write_llama_folder
 from benchmarks.device.engine_loads import EngineSizes, LoadedEngine
 from benchmarks.device.peer_copies import ArenaOwner
 from benchmarks.device.section_run import MeasuredModel
-from kv_kernels.triton.block_copy import SlabPlaces, count_checksum_parts, launch_slab_move
+from kv_kernels.triton.block_copy import (
+    ChecksumParts,
+    SlabPlaces,
+    count_checksum_parts,
+    launch_slab_move,
+)
 from kv_transfer.device.cuda_driver_api import CudaWorkDriver
 from kv_transfer.device.cuda_views import view_device_words, view_pinned_words
 from node_engine.core.step.step_batch import StepBatch
@@ -63,7 +68,7 @@ class HandoffLaunches:
     def ends_group(self, layer: int) -> bool:
         return (layer + 1) % self.group == 0 or layer + 1 == self.layers
 
-    def on_launched(self, layer_ends: Mapping[int, DeviceEvent]) -> None: ...
+    def on_launched(self, layer_ends: Sequence[DeviceEvent]) -> None: ...
 
     def __call__(self, layer: int) -> None:
         if not (self.copies and self.ends_group(layer)):
@@ -84,7 +89,7 @@ class HandoffLaunches:
                 self.numbers,
                 self.numbers,
                 words,
-                self._parts[first][: count * parts].view(count, parts),
+                ChecksumParts(self._parts[first][: count * parts].view(count, parts)),
             )
 
 

@@ -18,7 +18,12 @@ from functools import partial
 
 import torch
 
-from kv_kernels.triton.block_copy import SlabPlaces, count_checksum_parts, launch_slab_move
+from kv_kernels.triton.block_copy import (
+    ChecksumParts,
+    SlabPlaces,
+    count_checksum_parts,
+    launch_slab_move,
+)
 from kv_transfer.device.cuda_driver_api import CudaWorkDriver
 from kv_transfer.device.cuda_views import view_device_words, view_pinned_words
 
@@ -159,7 +164,7 @@ class HandoffCopies:
                     blocks,
                     blocks,
                     words,
-                    parts.view(-1, count),
+                    ChecksumParts(parts.view(-1, count)),
                     num_warps=variant.num_warps,
                 )
                 if variant.has_device_sums:

@@ -1,6 +1,6 @@
 """Slabs that are ready to be sent, and how they are cut into messages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from baton.kv.device_event import DeviceEvent
@@ -25,11 +25,11 @@ class SendSettings:
 class ReadyGate:
     """What slabs wait for that are announced while a device still computes them.
 
-    The device orders its copies after `event` itself, so that nothing has to be launched any more
-    once the slabs are final.
+    The device orders its copies after the events itself, so that nothing has to be launched any
+    more once the slabs are final.
     """
 
-    event: DeviceEvent
+    layer_ends: Mapping[int, DeviceEvent]  # a layer is final after its event
     passed_at: float | None = None  # on the plane's clock
     on_passed: list[Callable[[], None]] = field(default_factory=list)
 
@@ -80,15 +80,18 @@ class ReadySlabs:
 
 @dataclass(frozen=True, slots=True)
 class OutgoingWrite:
-    """The slabs of one message, to be read now."""
+    """The slabs of one message, to be read now or, by a device, after the events of a gate."""
 
     slab_range: SlabRange
     source_blocks: tuple[BlockIndex, ...]  # the same blocks of the arena for every layer
     gate: ReadyGate | None = None  # before which a device must not read them
 
     @property
-    def event(self) -> DeviceEvent | None:
-        return None if self.gate is None else self.gate.event
+    def layer_ends(self) -> tuple[DeviceEvent, ...]:
+        """The event of each layer; () if all are final."""
+        if self.gate is None:
+            return ()
+        return tuple(self.gate.layer_ends[layer] for layer in self.slab_range.layers)
 
 
 def split_next_write(

@@ -20,6 +20,10 @@ class SlabRange:
         return self.num_layers * self.num_blocks
 
     @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.end_layer)
+
+    @property
     def end_layer(self) -> int:
         return self.first_layer + self.num_layers
 

@@ -18,6 +18,9 @@ from kv_transfer.device.device_memory import combine_checksums
 
 _MIN_SLOT_WORDS = 4096
 _KEPT_BLOCK_LISTS = 128
+# Each layer of a long prompt is copied as soon as it is computed: its KV is still in the GPU's L2
+# cache. Layers of short prompts are copied together, because each launch takes CPU time.
+_MIN_LAUNCH_BYTES = 4 << 20
 _BRIEF_SECONDS = 0.0005  # a copy of 64 MiB takes half of it
 _TURNS_AFTER_LONG_LAUNCH = 32  # in which launches are not waited for
 
@@ -41,6 +44,42 @@ class LaunchStreams:
             torch.cuda.Stream(priority=priority) for _ in range(1 + num_ready + num_waiting)
         )
         return LaunchStreams(upload, others[:num_ready], others[num_ready:])
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpan:
+    """Consecutive layers that one launch copies."""
+
+    num_layers: int
+    after: DeviceEvent | None = None  # None: they are final
+
+
+def split_layers(
+    num_layers: int, layer_bytes: int, layer_ends: Sequence[DeviceEvent]
+) -> list[LayerSpan]:
+    """How layers are divided among launches, of which each waits for its own last layer.
+
+    `layer_ends`: one event for each layer, in the order in which they pass; none if all have
+    passed. Raises RuntimeError if the device has failed.
+    """
+    if not layer_ends:
+        return [LayerSpan(num_layers)]
+    passed = next(
+        (layer for layer, event in enumerate(layer_ends) if not event.query()), num_layers
+    )
+    spans = [LayerSpan(passed)] if passed else []
+    step = max(1, -(-_MIN_LAUNCH_BYTES // layer_bytes))
+    for first in range(passed, num_layers, step):
+        last = min(first + step, num_layers)
+        spans.append(LayerSpan(last - first, layer_ends[last - 1]))
+    return spans
+
+
+def wait_for_event(stream: torch.cuda.Stream, event: DeviceEvent | None) -> None:
+    """Let what is launched on the stream from now on begin after the event."""
+    if event is not None:
+        assert isinstance(event, torch.cuda.Event)
+        stream.wait_event(event)
 
 
 @dataclass(slots=True)
@@ -130,14 +169,9 @@ class LaunchQueue:
         self._recent: list[QueuedLaunch] = []
         self._turns_to_skip = 0
 
-    def next_stream(self, after: DeviceEvent | None) -> torch.cuda.Stream:
-        """The stream of the next launch, which begins after the event."""
-        if after is None:
-            return next(self._ready_streams)
-        assert isinstance(after, torch.cuda.Event)
-        stream = next(self._waiting_streams)
-        stream.wait_event(after)
-        return stream
+    def next_stream(self, *, is_waiting: bool) -> torch.cuda.Stream:
+        """The stream of the next launches; `is_waiting`: they wait for events."""
+        return next(self._waiting_streams if is_waiting else self._ready_streams)
 
     def add_launch(self, launch: QueuedLaunch) -> None:
         """`pass_on_ends` must follow."""

@@ -17,10 +17,23 @@ import torch
 from baton.errors import UnmappableSegment
 from baton.kv.blocks import KVLayout
 from baton.kv.device_event import DeviceEvent
-from kv_kernels.triton.block_copy import SlabPlaces, count_checksum_parts, launch_slab_move
+from kv_kernels.triton.block_copy import (
+    ChecksumParts,
+    SlabPlaces,
+    count_checksum_parts,
+    launch_slab_move,
+)
 from kv_transfer.core.slabs import SlabRange
 from kv_transfer.device.cuda_driver_api import UVM_FILE, CudaDriver, CudaError
-from kv_transfer.device.cuda_launches import LaunchQueue, LaunchSlots, LaunchStreams, QueuedLaunch
+from kv_transfer.device.cuda_launches import (
+    LaunchQueue,
+    LaunchSlots,
+    LaunchStreams,
+    LayerSpan,
+    QueuedLaunch,
+    split_layers,
+    wait_for_event,
+)
 from kv_transfer.device.cuda_views import map_pinned, view_device_words
 from kv_transfer.device.device_memory import (
     ArenaExport,
@@ -79,7 +92,7 @@ class CudaPeerMemory:
         target: Sequence[int],
         on_done: OnChecksum,
         *,
-        after: DeviceEvent | None = None,
+        after: Sequence[DeviceEvent] = (),
         corrupt: bool = False,
     ) -> None:
         self._owner.copy_slabs(
@@ -227,7 +240,7 @@ class CudaMemory:
         blocks: Sequence[int],
         on_done: OnPayload,
         *,
-        after: DeviceEvent | None = None,
+        after: Sequence[DeviceEvent] = (),
     ) -> None:
         with _device_errors():
             host = torch.empty(len(blocks) * self._slab_words, dtype=torch.int64, pin_memory=True)
@@ -264,7 +277,7 @@ class CudaMemory:
         target_words: torch.Tensor,  # int64, of an arena of the same layout
         on_done: OnChecksum,
         *,
-        after: DeviceEvent | None = None,
+        after: Sequence[DeviceEvent] = (),
         corrupt: bool = False,
     ) -> None:
         """Copy slabs to another arena; see PeerMemory.write_slabs. Raises DeviceFailed."""
@@ -287,22 +300,22 @@ class CudaMemory:
         places: SlabPlaces | None,
         on_done: OnChecksum,
         *,
-        after: DeviceEvent | None = None,
+        after: Sequence[DeviceEvent] = (),
         flipped_word: int | None = None,
     ) -> None:
-        words = slab_range.num_layers * self._slab_words
-        parts, count = count_checksum_parts(words), len(source)
+        spans = split_layers(slab_range.num_layers, len(source) * self._layout.slab_bytes, after)
+        parts = sum(count_checksum_parts(span.num_layers * self._slab_words) for span in spans)
+        count = len(source)
         slot = self._slots.take(count, parts)
         first_word = slab_range.first_layer * self._slab_words
-        if after is not None and after.query():
-            after = None
         with torch.cuda.device(self._device):
-            stream = queue.next_stream(after)
+            stream = queue.next_stream(is_waiting=spans[-1].after is not None)
             read = queue.block_numbers.upload(source, stream)
             written = queue.block_numbers.upload(target, stream)
             with torch.cuda.stream(stream):
                 own = SlabPlaces(self._words, self._block_words, first_word)
-                launch_slab_move(own, places, read, written, words, slot.view_parts(count, parts))
+                checksums = ChecksumParts(slot.view_parts(count, parts))
+                self._launch_spans(spans, own, places, (read, written), checksums)
                 ended = torch.cuda.Event(blocking=True)
                 ended.record()
         if flipped_word is not None and places is not None:
@@ -316,7 +329,23 @@ class CudaMemory:
         def fail(error: RuntimeError) -> None:  # the slot may still be written: not used again
             on_done(_to_device_failed(error))
 
-        queue.add_launch(QueuedLaunch(ended, finish, fail, (read, written), after))
+        queue.add_launch(QueuedLaunch(ended, finish, fail, (read, written), spans[-1].after))
+
+    def _launch_spans(
+        self,
+        spans: Sequence[LayerSpan],
+        own: SlabPlaces,
+        places: SlabPlaces | None,
+        blocks: tuple[torch.Tensor, torch.Tensor],  # int32 [n] each: read and written
+        checksums: ChecksumParts,
+    ) -> None:
+        """Launch the kernel for each span of layers, on the current stream."""
+        for span in spans:
+            wait_for_event(torch.cuda.current_stream(), span.after)
+            words = span.num_layers * self._slab_words
+            launch_slab_move(own, places, *blocks, words, checksums)
+            own, checksums = own.skip(words), checksums.skip(words)
+            places = None if places is None else places.skip(words)
 
 
 def _flip_bit_after(ended: torch.cuda.Event, words: torch.Tensor, word: int) -> None:

@@ -63,13 +63,13 @@ class PeerMemory(Protocol):
         target: Sequence[int],  # blocks of the peer's, as many
         on_done: OnChecksum,
         *,
-        after: DeviceEvent | None = None,
+        after: Sequence[DeviceEvent] = (),
         corrupt: bool = False,
     ) -> None:
         """Copy slabs into the peer's arena; the checksum is that of what was read.
 
-        They are read after the event `after` has passed. `corrupt` changes one bit of what is
-        written, for tests. Raises DeviceFailed.
+        With events, one for each layer, a layer is read after its event. `corrupt` changes one bit
+        of what is written, for tests. Raises DeviceFailed.
         """
         ...
 
@@ -141,9 +141,9 @@ class TransferDevice(Protocol):
         blocks: Sequence[int],
         on_done: OnPayload,
         *,
-        after: DeviceEvent | None = None,
+        after: Sequence[DeviceEvent] = (),
     ) -> None:
-        """Copy slabs of one layer to host memory, after the event. Raises DeviceFailed."""
+        """Copy slabs of one layer to host memory, after its event. Raises DeviceFailed."""
         ...
 
     def pass_on_ends(self, *, of_checks: bool) -> None:

@@ -37,7 +37,7 @@ class DevicePeer:
             write.source_blocks,
             target,
             on_done,
-            after=write.event,
+            after=write.layer_ends,
             corrupt=corrupt,
         )
         self._writes_in_flight += 1
@@ -167,7 +167,7 @@ class DeviceWriter:
             write.slab_range,
             write.source_blocks,
             lambda result: _ignore(self._post(lambda: end_read(result))),
-            after=write.event,
+            after=write.layer_ends,
         )
         self.num_in_flight += 1
 

@@ -50,14 +50,14 @@ class HostPeerMemory:
         target: Sequence[int],
         on_done: OnChecksum,
         *,
-        after: DeviceEvent | None = None,
+        after: Sequence[DeviceEvent] = (),
         corrupt: bool = False,
     ) -> None:
         own, peer = self._owner.slabs, self._slabs
 
         def copy() -> None:
-            if after is not None:
-                after.synchronize()
+            for event in after:
+                event.synchronize()
             payload = own.gather_slabs(own.slab_rows(slab_range, source))
             checksum = compute_checksum(payload, slab_range)
             rows = peer.slab_rows(slab_range, target)
@@ -155,13 +155,13 @@ class HostMemory:
         blocks: Sequence[int],
         on_done: OnPayload,
         *,
-        after: DeviceEvent | None = None,
+        after: Sequence[DeviceEvent] = (),
     ) -> None:
         rows = self.slabs.slab_rows(slab_range, blocks)
 
         def read() -> None:
-            if after is not None:
-                after.synchronize()
+            for event in after:
+                event.synchronize()
             on_done(self.slabs.gather_slabs(rows))
 
         self.stream.put(read)

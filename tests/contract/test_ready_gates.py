@@ -50,7 +50,7 @@ def announce_behind_gates(
     announced = []
     for layer in range(pair.layout.num_layers):
         event = ComputedLater()
-        gate = ReadyGate(event)
+        gate = ReadyGate({layer: event})
         blocks = [BlockIndex(block) for block in source]
         pair.outbound.announce_layer(key, layer, 0, blocks, gate=gate)
         announced.append((event, gate))

@@ -5,6 +5,7 @@ import torch
 
 from kv_kernels.reference.block_checksums import compute_checksums
 from kv_kernels.triton.block_copy import (
+    ChecksumParts,
     SlabPlaces,
     compute_block_checksums,
     copy_blocks_between,
@@ -56,7 +57,8 @@ def check_slab_moves(
     device: torch.device, slab_words: int, layers: int, *, copies: bool
 ) -> tuple[bool, bool]:
     """Whether `launch_slab_move` copies any layers of a few blocks to other places, and nothing
-    else, and whether the parts of the checksums add up to those of the reference."""
+    else, and whether the parts of the checksums add up to those of the reference, also if one
+    launch copies the first layer and another the rest."""
     rng = np.random.default_rng(3)
     arena = rng.integers(0, 1 << 62, (7, layers, slab_words), dtype=np.int64)
     source = torch.from_numpy(arena).to(device)
@@ -66,18 +68,20 @@ def check_slab_moves(
     ]
     is_right = has_right_sums = True
     for first in range(layers):
-        for count in range(1, layers - first + 1):
+        for count, split in [(n, s) for n in range(1, layers - first + 1) for s in (0, 1) if s < n]:
             target = torch.zeros(9, layers, slab_words, dtype=torch.int64, device=device)
             words, start = count * slab_words, first * slab_words
-            parts = _numbers_for(device, torch.zeros(4 * count_checksum_parts(words)).long())
-            launch_slab_move(
-                SlabPlaces(source.view(-1), layers * slab_words, start),
-                SlabPlaces(target.view(-1), layers * slab_words, start) if copies else None,
-                read_numbers,
-                written_numbers,
-                words,
-                parts.view(4, -1),
-            )
+            launches = [split * slab_words, words - split * slab_words]
+            num_parts = sum(map(count_checksum_parts, launches))
+            parts = _numbers_for(device, torch.zeros(4 * num_parts).long())
+            own = SlabPlaces(source.view(-1), layers * slab_words, start)
+            other = SlabPlaces(target.view(-1), layers * slab_words, start)
+            checksums = ChecksumParts(parts.view(4, -1))
+            for launched in filter(None, launches):
+                places = other if copies else None
+                launch_slab_move(own, places, read_numbers, written_numbers, launched, checksums)
+                own, other = own.skip(launched), other.skip(launched)
+                checksums = checksums.skip(launched)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             moved = np.ascontiguousarray(arena[read, first : first + count]).reshape(4, -1)

@@ -6,7 +6,7 @@ own: it is computed from what the copy reads. `reference/block_checksums.py` com
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -27,19 +27,22 @@ def _mix(word):
 
 
 # grid: [blocks, programs]
-@triton.jit
+@triton.jit(do_not_specialize=["sums_stride", "first_part", "first_position"])
 def _copy_kernel(
     source,  # int64 words of the whole arena
     target,  # int64 words of the other one
     source_blocks,  # int32 [n]
     target_blocks,  # int32 [n]
-    sums,  # int64 [n, programs]: parts of the checksums
+    sums,  # int64 [n, sums_stride]: parts of the checksums
     source_stride,  # words between two blocks of the source
     target_stride,
     source_first,  # word of each block that is copied first
     target_first,  # where it is written in a block of the target
     words,  # of each block
     position_factor,
+    sums_stride,  # parts of one checksum, of all launches that make it
+    first_part,  # that this launch writes
+    first_position,  # of its first word, in what the checksum covers
     BLOCK: tl.constexpr,
     COPIES: tl.constexpr,
     SUMS: tl.constexpr,
@@ -55,12 +58,14 @@ def _copy_kernel(
         if COPIES:
             tl.store(target + written + word, value, mask=inside)
         if SUMS:
-            place = word.to(tl.uint64) * position_factor.to(tl.uint64, bitcast=True)
+            place = (word + first_position).to(tl.uint64) * position_factor.to(
+                tl.uint64, bitcast=True
+            )
             mixed = _mix(value.to(tl.uint64, bitcast=True) ^ place)
             total += tl.where(inside, mixed, tl.zeros_like(mixed))
     if SUMS:
         part = tl.sum(total, 0).to(tl.int64, bitcast=True)
-        tl.store(sums + block * programs + program, part)
+        tl.store(sums + block * sums_stride + first_part + program, part)
 
 
 def copy_blocks_between(
@@ -101,9 +106,27 @@ class SlabPlaces:
     block_words: int  # between two blocks
     first_word: int  # of each block, that is copied first
 
+    def skip(self, words: int) -> "SlabPlaces":
+        """The places behind so many words of each block."""
+        return replace(self, first_word=self.first_word + words)
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksumParts:
+    """Where a launch writes its parts of the checksums, if several make them."""
+
+    parts: torch.Tensor  # int64 [n, parts of all launches]; a checksum is the sum of its parts
+    first_part: int = 0  # of this launch
+    first_position: int = 0  # of its first word, in what a checksum covers
+
+    def skip(self, words: int) -> "ChecksumParts":
+        """For the next launch, after one over so many words of each block."""
+        first_part = self.first_part + count_checksum_parts(words)
+        return replace(self, first_part=first_part, first_position=self.first_position + words)
+
 
 def count_checksum_parts(words: int) -> int:
-    """How many partial sums make the checksum of `words` words of one block."""
+    """How many parts a launch over `words` words of each block writes of a block's checksum."""
     return min(_PROGRAMS, -(-words // _BLOCK))
 
 
@@ -113,29 +136,32 @@ def launch_slab_move(
     source_blocks: torch.Tensor,  # int32 [n]
     target_blocks: torch.Tensor,  # int32 [n]
     words: int,  # of each block
-    parts: torch.Tensor,  # int64 [n, count_checksum_parts(words)]
+    checksums: ChecksumParts,
     *,
     num_warps: int = 4,
 ) -> None:
-    """Copy words of n blocks, at least one, and write the parts of their checksums, in one launch.
+    """Copy words of n blocks, at least one, and write parts of their checksums, in one launch.
 
-    A block's checksum is the sum of its parts. Without a target, only the checksums are computed.
-    All tensors may be in pinned host memory that is mapped for the device: nothing else is launched
-    and nothing is allocated.
+    It writes `count_checksum_parts(words)` parts. Without a target, only the checksums are
+    computed. All tensors may be in pinned host memory that is mapped for the device: nothing else
+    is launched and nothing is allocated.
     """
     written = source if target is None else target
-    _copy_kernel[(len(source_blocks), parts.shape[1])](
+    _copy_kernel[(len(source_blocks), count_checksum_parts(words))](
         source.words,
         written.words,
         source_blocks,
         target_blocks,
-        parts,
+        checksums.parts,
         source.block_words,
         written.block_words,
         source.first_word,
         written.first_word,
         words,
         POSITION_FACTOR - (1 << 64),
+        checksums.parts.shape[1],
+        checksums.first_part,
+        checksums.first_position,
         BLOCK=_BLOCK,
         COPIES=target is not None,
         SUMS=True,
@@ -173,6 +199,9 @@ def _launch(
             first,
             words,
             POSITION_FACTOR - (1 << 64),
+            parts.shape[1],
+            0,
+            0,
             BLOCK=_BLOCK,
             COPIES=target is not None,
             SUMS=sums,

@@ -1,6 +1,6 @@
 """What a node needs of an engine: one forward pass over one arena of KV blocks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -28,11 +28,10 @@ class LayerCallback(Protocol):
         """Whether it matters at once that the layers up to this one can be read."""
         ...
 
-    def on_launched(self, layer_ends: Mapping[int, DeviceEvent]) -> None:
-        """All of the step is queued on a device: layers up to n are final after `layer_ends[n]`.
+    def on_launched(self, layer_ends: Sequence[DeviceEvent]) -> None:
+        """All of the step is queued on a device: layer n is final after `layer_ends[n]`.
 
-        There is an event for the last layer of each group. Only called if `blocks` is empty, before
-        the callback itself is called."""
+        Only called if `blocks` is empty, before the callback itself is called."""
         ...
 
     def __call__(self, layer: int) -> None: ...

@@ -92,20 +92,24 @@ class _QueuedLayers:
 class CudaLayerReporter:
     """A LayerReporter that copies nothing: layers are read in device memory.
 
-    Those who read them get the events of the groups' ends as soon as all is launched.
+    Those who read them get an event for each layer as soon as all is launched. They are reported
+    after the last layers of the groups.
     """
 
     def __init__(self, on_layer: LayerCallback, on_saved: Callable[[int], None]) -> None:
         self._on_layer = on_layer
         self._queued = _QueuedLayers(on_saved)
+        self._layer_ends: list[torch.cuda.Event] = []
 
     def on_layer_written(self, layer: int) -> None:
+        computed = torch.cuda.Event()
+        computed.record()
+        self._layer_ends.append(computed)
         if self._on_layer.ends_group(layer):
-            computed = self._queued.events[layer] = torch.cuda.Event()
-            computed.record()
+            self._queued.events[layer] = computed
 
     def end_launch(self) -> None:
-        self._on_layer.on_launched(dict(self._queued.events))
+        self._on_layer.on_launched(self._layer_ends)
 
     def measure_copy_wait(self) -> float:
         return 0.0

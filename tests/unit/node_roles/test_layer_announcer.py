@@ -55,13 +55,15 @@ def test_groups_are_announced_at_launch_and_pass_with_their_last_layer(
     plane: RecordingPlane,
 ) -> None:
     announcer = make_announcer(plane, group_layers=2)
-    events = {layer: IdentityEvent() for layer in range(LAYERS) if announcer.ends_group(layer)}
+    events = [IdentityEvent() for _ in range(LAYERS)]
     announcer.on_launched(events)
     assert [(key, first, count) for key, first, count, _ in plane.announced] == [
         (key, *group) for group in ((0, 2), (2, 2), (4, 1)) for key in KEYS
     ]
     gates = [gate for *_, gate in plane.announced[::2]]
-    assert [gate.event for gate in gates if gate] == [events[1], events[3], events[4]]
+    assert [gate.layer_ends for gate in gates if gate] == [
+        {layer: events[layer] for layer in group} for group in ((0, 1), (2, 3), (4,))
+    ]
     for layer in range(LAYERS):
         announcer(layer)
         num_passed = len(KEYS) * ((layer + 1) // 2 if layer + 1 < LAYERS else 3)
@@ -86,7 +88,7 @@ def test_the_failpoint_that_holds_layers_sends_each_by_itself(plane: RecordingPl
     FAILPOINTS.arm("prefill.layer.landed=delay(1)")
     try:
         announcer = make_announcer(plane, group_layers=LAYERS)
-        announcer.on_launched({layer: IdentityEvent() for layer in range(LAYERS)})
+        announcer.on_launched([IdentityEvent() for _ in range(LAYERS)])
         assert len(plane.announced) == LAYERS * len(KEYS)
         announcer(0)
         assert len(plane.passed) == len(KEYS)

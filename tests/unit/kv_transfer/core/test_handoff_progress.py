@@ -8,7 +8,7 @@ from tests.device_events import IdentityEvent
 
 
 def test_slabs_are_final_when_they_are_announced_or_when_their_gate_has_passed() -> None:
-    gate = ReadyGate(IdentityEvent())
+    gate = ReadyGate({0: IdentityEvent()})
     progress = HandoffProgress().with_announced(None, num_landed=1, now=2.0)
     assert (progress.last_ready_at, progress.landed_before_last_layer) == (2.0, 1)
     progress = progress.with_announced(gate, num_landed=2, now=3.0)
@@ -19,7 +19,7 @@ def test_slabs_are_final_when_they_are_announced_or_when_their_gate_has_passed()
 
 
 def test_a_gate_that_has_passed_already_delays_nothing() -> None:
-    gate = ReadyGate(IdentityEvent())
+    gate = ReadyGate({0: IdentityEvent()})
     gate.mark_passed(1.0)
     progress = HandoffProgress().with_announced(gate, num_landed=0, now=4.0)
     assert progress.last_ready_at == 4.0

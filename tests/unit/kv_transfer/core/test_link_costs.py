@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 
 def _make_gate() -> ReadyGate:
-    return ReadyGate(IdentityEvent())
+    return ReadyGate({0: IdentityEvent()})
 
 
 def test_a_period_has_all_messages_until_all_have_landed() -> None:

@@ -63,7 +63,8 @@ def test_layers_of_one_chunk_share_a_message_and_those_of_two_do_not() -> None:
 
 
 def test_layers_behind_different_gates_do_not_travel_together() -> None:
-    gates = [ReadyGate(IdentityEvent()) for _ in range(2)]
+    events = [IdentityEvent() for _ in range(4)]
+    gates = [ReadyGate({layer: events[layer] for layer in pair}) for pair in ((0, 1), (2, 3))]
     blocks = (BlockIndex(4), BlockIndex(5))
     queue = tuple(ReadySlabs(layer, 0, blocks, gates[layer // 2]) for layer in range(4))
     writes = []
@@ -74,20 +75,23 @@ def test_layers_behind_different_gates_do_not_travel_together() -> None:
         (2, gates[0]),
         (2, gates[1]),
     ]
+    assert [write.layer_ends for write in writes] == [tuple(events[:2]), tuple(events[2:])]
 
 
 def test_layers_whose_gates_have_passed_travel_together() -> None:
-    gates = [ReadyGate(IdentityEvent(), passed_at=1.0) for _ in range(2)]
+    gates = [ReadyGate({}, passed_at=1.0) for _ in range(2)]
     blocks = (BlockIndex(4), BlockIndex(5))
     queue = tuple(ReadySlabs(layer, 0, blocks, gates[layer // 2]) for layer in range(4))
     write, queue = split_next_write(queue, 8, 0)
     assert (write.slab_range.num_layers, write.gate, queue) == (4, None, ())
+    assert write.layer_ends == ()
 
 
 def test_parts_of_a_layer_keep_its_gate() -> None:
-    gate = ReadyGate(IdentityEvent())
+    event = IdentityEvent()
+    gate = ReadyGate({0: event})
     queue: tuple[ReadySlabs, ...] = (ReadySlabs(0, 0, (BlockIndex(4), BlockIndex(5)), gate),)
     write, queue = split_next_write(queue, 1, 0)
-    assert (write.gate, write.event) == (gate, gate.event)
+    assert (write.gate, write.layer_ends) == (gate, (event,))
     write, queue = split_next_write(queue, 1, 0)
     assert (write.gate, queue) == (gate, ())

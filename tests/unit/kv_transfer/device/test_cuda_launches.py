@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from kv_transfer.device import cuda_launches
-from kv_transfer.device.cuda_launches import LaunchQueue, LaunchStreams, QueuedLaunch
+from kv_transfer.device.cuda_launches import (
+    LaunchQueue,
+    LaunchStreams,
+    LayerSpan,
+    QueuedLaunch,
+    split_layers,
+)
+from tests.device_events import FixedEvent
 
 
 class ScriptedEvent:
@@ -175,3 +182,32 @@ def test_a_failed_device_is_passed_on(
     launches.pass_on_ends()
     error, _ = made.passed_on.get(timeout=30)
     assert "unspecified launch failure" in str(error)
+
+
+_BYTES = cuda_launches._MIN_LAUNCH_BYTES
+PASSED = FixedEvent(has_passed=True)
+
+
+def make_pending() -> FixedEvent:
+    return FixedEvent(has_passed=False)
+
+
+def test_layers_that_are_final_are_copied_by_one_launch() -> None:
+    assert split_layers(5, _BYTES, []) == [LayerSpan(5)]
+    assert split_layers(5, _BYTES, [PASSED] * 5) == [LayerSpan(5)]
+
+
+def test_each_large_layer_waits_for_its_own_end() -> None:
+    ends = [PASSED, PASSED, make_pending(), make_pending()]
+    spans = [LayerSpan(2), LayerSpan(1, ends[2]), LayerSpan(1, ends[3])]
+    assert split_layers(4, _BYTES, ends) == spans
+
+
+def test_small_layers_wait_for_the_last_one_of_a_launch() -> None:
+    ends = [make_pending() for _ in range(8)]
+    spans = [LayerSpan(3, ends[2]), LayerSpan(3, ends[5]), LayerSpan(2, ends[7])]
+    assert split_layers(8, _BYTES // 3 + 1, ends) == spans
+    assert split_layers(8, _BYTES // 3 - 1, ends) == [
+        LayerSpan(4, ends[3]),
+        LayerSpan(4, ends[7]),
+    ]
