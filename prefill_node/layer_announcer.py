@@ -1,6 +1,6 @@
 """Announces to the transfer plane which blocks a step completes, by groups of layers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import HandoffFailed
@@ -35,6 +35,7 @@ class LayerAnnouncer:
     num_layers: int
     group_layers: int  # layers of a group; the last group may have fewer
     clock: Clock
+    on_announced: Callable[[], None]  # called when all layers are, while a device computes them
     slowed_seconds: float = 0.0  # by all that the step waits for because of hand-offs
     num_announced: int = 0  # layers
     num_groups: int = 0  # announced
@@ -63,6 +64,7 @@ class LayerAnnouncer:
                 gate = ReadyGate({each: layer_ends[each] for each in group})
                 self._gates[layer] = gate
                 self._announce_group(layer + 1, gate)
+        self.on_announced()
 
     def __call__(self, layer: int) -> None:
         started = self.clock()

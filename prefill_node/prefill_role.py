@@ -107,6 +107,8 @@ class PrefillRole(BaseRole):
 
     def preview_command(self, command: NodeCommand) -> None:
         """Inform the plane at once: it need not wait for the step in progress."""
+        if not isinstance(command, PrefillOrder | TicketOrder):
+            self._announcements.tickets.pass_on()
         match command:
             case NodeJoined(incarnation):
                 self._plane.rejoin(incarnation)
@@ -114,7 +116,7 @@ class PrefillRole(BaseRole):
                 if not needs_no_decode:
                     self._plane.open_handoff(work.key, len(work.context_token_ids))
             case TicketOrder(ticket):
-                self._plane.set_ticket(ticket.key, ticket)
+                self._announcements.tickets.add(ticket)
             case CancelOrder(key, reason):
                 self._plane.abort_handoff(key, reason)
             case PeerLostNotice(incarnation):
@@ -185,6 +187,10 @@ class PrefillRole(BaseRole):
             attempt.share_seconds += seconds * tokens / batch.num_tokens
             attempt.computed_tokens += tokens
         self.deliver_outcomes(outcomes)
+
+    def on_step_failed(self, batch: StepBatch, error: Exception) -> None:
+        self._announcements.tickets.end_launch()
+        super().on_step_failed(batch, error)
 
     def deliver_outcomes(self, outcomes: Iterable[SequenceOutcome]) -> None:
         for outcome in outcomes:

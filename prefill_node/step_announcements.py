@@ -1,12 +1,16 @@
-"""Owns the layer callback of each step: its groups of layers, and what it has cost the steps."""
+"""Owns the layer callback of each step: its groups of layers, and what it has cost the steps.
+
+Tickets that come while a step is launched wait for the end of the launch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.kv.blocks import KVLayout
 from baton.process.clock import Clock
-from kv_transfer.plane import OutboundPlane
+from kv_transfer.plane import OutboundPlane, reads_device_memory
 from node_engine.core.step.step_batch import StepBatch
+from prefill_node.deferred_tickets import DeferredTickets
 from prefill_node.layer_announcer import BlockRange, LayerAnnouncer
 from prefill_node.layer_grouping import LayerGrouping
 
@@ -20,12 +24,13 @@ class AnnouncedStep:
 
 
 class StepAnnouncements:
-    """Announces the layers of steps. Compute thread only, except `counters`."""
+    """Announces the layers of steps. Compute thread only, except `counters` and `tickets`."""
 
     def __init__(
         self, plane: OutboundPlane, layout: KVLayout, fixed_layers: int, clock: Clock
     ) -> None:
         """`fixed_layers`: layers to hand over together; 0 adapts."""
+        self.tickets = DeferredTickets(lambda ticket: plane.set_ticket(ticket.key, ticket))
         self._plane = plane
         self._layout = layout
         self._clock = clock
@@ -44,6 +49,8 @@ class StepAnnouncements:
         """The callback of a step that completes these blocks; None if there are none."""
         self._announcer = None
         if completed:
+            if reads_device_memory(self._plane):
+                self.tickets.begin_launch()
             num_blocks = sum(len(block_range.blocks) for block_range in completed)
             group_layers = self._grouping.choose_layers(
                 batch, self._plane.link_cost, num_blocks * self._layout.slab_bytes, tokens_left
@@ -54,12 +61,14 @@ class StepAnnouncements:
                 self._layout.num_layers,
                 group_layers,
                 self._clock,
+                self.tickets.end_launch,
                 slowed_seconds,
             )
         return self._announcer
 
     def end_step(self, batch: StepBatch, seconds: float) -> AnnouncedStep:
         """The step took `seconds`."""
+        self.tickets.end_launch()
         announcer = self._announcer
         if announcer is None:
             self._grouping.observe_step(batch, seconds, 0.0, 0)

@@ -167,10 +167,10 @@ class FusedTransformer:
                 self.begin_layer(rows, cache, layer)
             else:
                 graphs.begin_layer(layer)
-            if on_written is not None:
-                on_written(layer)
             if layer < last or plan.sampled is None:
                 self._attend(plan, rows, cache, layer, inputs)
+            if on_written is not None:  # a copy costs attention more than it does the products
+                on_written(layer)
         residual, attended = rows.residual, rows.attended
         if plan.selects_rows:
             if not inputs.shape.sampled_rows:

@@ -48,7 +48,14 @@ def plane() -> RecordingPlane:
 
 def make_announcer(plane: RecordingPlane, group_layers: int) -> LayerAnnouncer:
     ranges = [BlockRange(key, 3, (BlockIndex(7), BlockIndex(8))) for key in KEYS]
-    return LayerAnnouncer(cast(OutboundPlane, plane), ranges, LAYERS, group_layers, monotonic_clock)
+    return LayerAnnouncer(
+        cast(OutboundPlane, plane),
+        ranges,
+        LAYERS,
+        group_layers,
+        monotonic_clock,
+        on_announced=lambda: None,
+    )
 
 
 def test_groups_are_announced_at_launch_and_pass_with_their_last_layer(
