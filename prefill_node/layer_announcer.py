@@ -22,23 +22,31 @@ class BlockRange:
     blocks: tuple[BlockIndex, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class AnnouncementPlan:
+    """What a step announces."""
+
+    ranges: Sequence[BlockRange]
+    group_layers: int  # layers of a group; the last group may have fewer
+
+
 @dataclass(slots=True)
 class LayerAnnouncer:
     """A LayerCallback for one step: after each group of layers its blocks may be sent.
 
     A device's groups are announced while it computes them, each behind a gate that passes when its
-    last layer is computed.
+    last layer is computed. The plan is made then, too, so that the device does not wait for it.
     """
 
     plane: OutboundPlane
-    ranges: Sequence[BlockRange]
     num_layers: int
-    group_layers: int  # layers of a group; the last group may have fewer
     clock: Clock
+    make_plan: Callable[[], AnnouncementPlan]  # called once, before anything is announced
     on_announced: Callable[[], None]  # called when all layers are, while a device computes them
     slowed_seconds: float = 0.0  # by all that the step waits for because of hand-offs
     num_announced: int = 0  # layers
     num_groups: int = 0  # announced
+    _plan: AnnouncementPlan | None = None
     _gates: dict[int, ReadyGate] = field(default_factory=dict)  # by the last layer of their groups
 
     @property
@@ -46,12 +54,18 @@ class LayerAnnouncer:
         """None, if the plane reads the device's own memory."""
         if reads_device_memory(self.plane):
             return ()
-        return [block for completed in self.ranges for block in completed.blocks]
+        return [block for completed in self.plan.ranges for block in completed.blocks]
+
+    @property
+    def plan(self) -> AnnouncementPlan:
+        if self._plan is None:
+            self._plan = self.make_plan()
+        return self._plan
 
     def ends_group(self, layer: int) -> bool:
         computed = layer + 1
         return (
-            computed % self.group_layers == 0
+            computed % self.plan.group_layers == 0
             or computed == self.num_layers
             or _HOLD_FAILPOINT in FAILPOINTS.armed
         )
@@ -83,7 +97,7 @@ class LayerAnnouncer:
     def _announce_group(self, computed: int, gate: ReadyGate | None = None) -> None:
         first, self.num_announced = self.num_announced, computed
         self.num_groups += 1
-        for completed in self.ranges:
+        for completed in self.plan.ranges:
             self.plane.announce_layer(
                 completed.key,
                 first,
@@ -98,7 +112,7 @@ class LayerAnnouncer:
         timeout = FAILPOINTS.get_argument(_HOLD_FAILPOINT)
         if timeout is None:
             return
-        for completed in self.ranges:
+        for completed in self.plan.ranges:
             if not self.plane.wait_for_layer(completed.key, layer, timeout):
                 raise HandoffFailed(
                     f"layer {layer} of {completed.key} did not land within {timeout} s"

@@ -144,7 +144,7 @@ class PrefillRole(BaseRole):
 
     def before_step(self, batch: StepBatch) -> LayerAnnouncer | None:
         self._step_attempts = {}
-        completed: list[BlockRange] = []
+        completing: list[tuple[_PrefillAttempt, Sequence, int]] = []  # before which logical block
         clock, slowed_seconds = self._context.clock, 0.0
         for slice_ in batch.slices:
             sequence = self._scheduler.sequences_in_flight[slice_.sequence_id]
@@ -158,9 +158,15 @@ class PrefillRole(BaseRole):
                 started = clock()
                 self._announce_cached_blocks(self._pin_blocks(attempt, sequence, first))
                 slowed_seconds += clock() - started
-            completed.append(self._pin_blocks(attempt, sequence, last))
-        tokens_left = min(map(self._count_tokens_left, batch.slices), default=0)
-        return self._announcements.begin_step(batch, completed, tokens_left, slowed_seconds)
+            completing.append((attempt, sequence, last))
+        if not completing:
+            return None
+        return self._announcements.begin_step(
+            batch,
+            lambda: [self._pin_blocks(*each) for each in completing],
+            min(map(self._count_tokens_left, batch.slices)),
+            slowed_seconds,
+        )
 
     def _count_tokens_left(self, slice_: SequenceSlice) -> int:
         """Tokens of the slice's context that are left to compute after its step."""
@@ -189,7 +195,7 @@ class PrefillRole(BaseRole):
         self.deliver_outcomes(outcomes)
 
     def on_step_failed(self, batch: StepBatch, error: Exception) -> None:
-        self._announcements.tickets.end_launch()
+        self._announcements.abandon_step()
         super().on_step_failed(batch, error)
 
     def deliver_outcomes(self, outcomes: Iterable[SequenceOutcome]) -> None:

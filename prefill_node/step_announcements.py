@@ -3,7 +3,7 @@
 Tickets that come while a step is launched wait for the end of the launch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.kv.blocks import KVLayout
@@ -11,7 +11,7 @@ from baton.process.clock import Clock
 from kv_transfer.plane import OutboundPlane, reads_device_memory
 from node_engine.core.step.step_batch import StepBatch
 from prefill_node.deferred_tickets import DeferredTickets
-from prefill_node.layer_announcer import BlockRange, LayerAnnouncer
+from prefill_node.layer_announcer import AnnouncementPlan, BlockRange, LayerAnnouncer
 from prefill_node.layer_grouping import LayerGrouping
 
 
@@ -42,34 +42,36 @@ class StepAnnouncements:
     def begin_step(
         self,
         batch: StepBatch,
-        completed: Sequence[BlockRange],
+        pin_blocks: Callable[[], Sequence[BlockRange]],  # that the step completes
         tokens_left: int,  # of the prompt that ends first, after this step
         slowed_seconds: float,  # that the step has waited for cached blocks
-    ) -> LayerAnnouncer | None:
-        """The callback of a step that completes these blocks; None if there are none."""
-        self._announcer = None
-        if completed:
-            if reads_device_memory(self._plane):
-                self.tickets.begin_launch()
-            num_blocks = sum(len(block_range.blocks) for block_range in completed)
+    ) -> LayerAnnouncer:
+        """The callback of a step that completes blocks of hand-offs."""
+        if reads_device_memory(self._plane):
+            self.tickets.begin_launch()
+
+        def make_plan() -> AnnouncementPlan:
+            completed = pin_blocks()
+            layer_bytes = sum(len(each.blocks) for each in completed) * self._layout.slab_bytes
             group_layers = self._grouping.choose_layers(
-                batch, self._plane.link_cost, num_blocks * self._layout.slab_bytes, tokens_left
+                batch, self._plane.link_cost, layer_bytes, tokens_left
             )
-            self._announcer = LayerAnnouncer(
-                self._plane,
-                completed,
-                self._layout.num_layers,
-                group_layers,
-                self._clock,
-                self.tickets.end_launch,
-                slowed_seconds,
-            )
+            return AnnouncementPlan(completed, group_layers)
+
+        self._announcer = LayerAnnouncer(
+            self._plane,
+            self._layout.num_layers,
+            self._clock,
+            make_plan,
+            self.tickets.end_launch,
+            slowed_seconds,
+        )
         return self._announcer
 
     def end_step(self, batch: StepBatch, seconds: float) -> AnnouncedStep:
         """The step took `seconds`."""
         self.tickets.end_launch()
-        announcer = self._announcer
+        announcer, self._announcer = self._announcer, None
         if announcer is None:
             self._grouping.observe_step(batch, seconds, 0.0, 0)
             return AnnouncedStep()
@@ -77,7 +79,12 @@ class StepAnnouncements:
         self._slowed_seconds += announcer.slowed_seconds
         self._num_groups += announcer.num_groups
         self._num_layers += announcer.num_announced
-        return AnnouncedStep(announcer.slowed_seconds, announcer.group_layers)
+        return AnnouncedStep(announcer.slowed_seconds, announcer.plan.group_layers)
+
+    def abandon_step(self) -> None:
+        """The step has failed."""
+        self.tickets.end_launch()
+        self._announcer = None
 
     def counters(self) -> dict[str, float]:
         return {

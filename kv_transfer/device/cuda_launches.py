@@ -165,13 +165,18 @@ class LaunchQueue:
         self.streams = streams
         self.block_numbers = BlockNumbers(streams.upload)
         self._ends = CompletionThread(name)
-        self._ready_streams, self._waiting_streams = cycle(streams.ready), cycle(streams.waiting)
+        self._ready_streams = cycle(streams.ready)
         self._recent: list[QueuedLaunch] = []
         self._turns_to_skip = 0
 
-    def next_stream(self, *, is_waiting: bool) -> torch.cuda.Stream:
-        """The stream of the next launches; `is_waiting`: they wait for events."""
-        return next(self._waiting_streams if is_waiting else self._ready_streams)
+    def choose_stream(self, blocks: Sequence[int], *, is_waiting: bool) -> torch.cuda.Stream:
+        """The stream of launches over these blocks; `is_waiting`: they wait for events.
+
+        Those of one hand-off that wait share a stream: its layers end one after the other.
+        """
+        if is_waiting:
+            return self.streams.waiting[hash(tuple(blocks)) % len(self.streams.waiting)]
+        return next(self._ready_streams)
 
     def add_launch(self, launch: QueuedLaunch) -> None:
         """`pass_on_ends` must follow."""

@@ -309,7 +309,8 @@ class CudaMemory:
         slot = self._slots.take(count, parts)
         first_word = slab_range.first_layer * self._slab_words
         with torch.cuda.device(self._device):
-            stream = queue.next_stream(is_waiting=spans[-1].after is not None)
+            is_waiting = spans[-1].after is not None
+            stream = queue.choose_stream(target, is_waiting=is_waiting)
             read = queue.block_numbers.upload(source, stream)
             written = queue.block_numbers.upload(target, stream)
             with torch.cuda.stream(stream):

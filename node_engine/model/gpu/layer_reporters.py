@@ -99,16 +99,17 @@ class CudaLayerReporter:
     def __init__(self, on_layer: LayerCallback, on_saved: Callable[[int], None]) -> None:
         self._on_layer = on_layer
         self._queued = _QueuedLayers(on_saved)
-        self._layer_ends: list[torch.cuda.Event] = []
+        self._layer_ends: list[torch.cuda.Event] = []  # of layers 0, 1, ...
 
     def on_layer_written(self, layer: int) -> None:
         computed = torch.cuda.Event()
         computed.record()
         self._layer_ends.append(computed)
-        if self._on_layer.ends_group(layer):
-            self._queued.events[layer] = computed
 
     def end_launch(self) -> None:
+        for layer, computed in enumerate(self._layer_ends):
+            if self._on_layer.ends_group(layer):
+                self._queued.events[layer] = computed
         self._on_layer.on_launched(self._layer_ends)
 
     def measure_copy_wait(self) -> float:

@@ -4,6 +4,7 @@ One array means one copy from the host. Its parts have fixed places for a given 
 a captured graph finds them again; the block tables follow at the end, one after another.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -242,24 +243,23 @@ class StepInputsBuilder:
     def _pack_rows(
         self, slices: Sequence[SequenceSlice], tables: Sequence[Words]
     ) -> dict[str, Array]:
-        """Tokens, positions and slots of all rows."""
+        """Tokens, positions and slots of all rows: decode slices first, then chunks."""
         size = self._block_size
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
+        starts, rows = [], []  # of decode slices
+        positions, slots = [], []
         for slice_, table in zip(slices, tables, strict=True):
-            tokens += slice_.token_ids
             if len(slice_.token_ids) == 1:
-                positions.append(slice_.start)
-                slots.append(int(table[slice_.start // size]) * size + slice_.start % size)
+                starts.append(slice_.start)
+                rows.append(int(table[slice_.start // size]) * size + slice_.start % size)
             else:
                 place = np.arange(slice_.start, slice_.start + len(slice_.token_ids))
-                positions += place.tolist()
-                slots += (table[place // size] * size + place % size).tolist()
+                positions.append(place)
+                slots.append(table[place // size] * size + place % size)
+        tokens = itertools.chain.from_iterable(slice_.token_ids for slice_ in slices)
         return {
-            "token_ids": np.array(tokens, np.int32),
-            "positions": np.array(positions, np.int32),
-            "slots": np.array(slots, np.int32),
+            "token_ids": np.fromiter(tokens, np.int32),
+            "positions": np.concatenate([np.array(starts, np.int64), *positions]),
+            "slots": np.concatenate([np.array(rows, np.int64), *slots]),
         }
 
     def _join_parts(

@@ -8,7 +8,7 @@ from baton.process.clock import monotonic_clock
 from baton.process.failpoints import FAILPOINTS
 from baton.types import AttemptKey, BlockIndex, RequestId
 from kv_transfer.plane import OutboundPlane, ReadyGate
-from prefill_node.layer_announcer import BlockRange, LayerAnnouncer
+from prefill_node.layer_announcer import AnnouncementPlan, BlockRange, LayerAnnouncer
 from tests.device_events import IdentityEvent
 
 KEYS = [AttemptKey(RequestId(name), 0, 0) for name in ("a", "b")]
@@ -50,10 +50,9 @@ def make_announcer(plane: RecordingPlane, group_layers: int) -> LayerAnnouncer:
     ranges = [BlockRange(key, 3, (BlockIndex(7), BlockIndex(8))) for key in KEYS]
     return LayerAnnouncer(
         cast(OutboundPlane, plane),
-        ranges,
         LAYERS,
-        group_layers,
         monotonic_clock,
+        lambda: AnnouncementPlan(ranges, group_layers),
         on_announced=lambda: None,
     )
 
