@@ -1,7 +1,7 @@
 """What a hand-off between two nodes on GPUs costs the prefill that makes it.
 
-    python -m benchmarks.device.handoff_slowdown [--prompts 128,2048] [--requests 16]
-        [--transport auto]
+    python -m benchmarks.device.handoff_slowdown [--prompts 128,2048] [--requests 10]
+        [--rounds 3] [--transport auto]
 
 One prefill and one decode node, and beside them a colocated one, with random weights of the shape
 of an 8B Llama. Prompts are sent one at a time, each after the same pause, because a GPU that has
@@ -10,7 +10,8 @@ answers without a hand-off. `exposed` is the time from the last layer computed t
 landed, and `slowed by` is as in `baton explain` (docs/operating.md#what-a-hand-off-costs), also as
 a share of the forward pass. It does not have what the device itself loses to copies and to other
 nodes; the last line does, which compares what computing a prompt took with a hand-off, without one
-on the same node, and on the colocated node. With two GPUs the prefill node shares one with the
+on the same node, and on the colocated node: the mean of each round, and the medians of the rounds.
+With two GPUs the prefill node shares one with the
 colocated node, and the decode node has the other to itself; with one GPU all nodes share it.
 """
 
@@ -46,19 +47,22 @@ _VOCABULARY = 500
 
 @dataclass(frozen=True, slots=True)
 class HandoffCosts:
-    """Measurements of all prompts after the first few."""
+    """Measurements of all prompts of one length after the first few."""
 
     prompt_tokens: int
     ttfts: list[float]  # seconds, of the prefill and decode node
     colocated_ttfts: list[float]
     handoffs: list[common_pb2.HandoffReport]
-    local_compute_seconds: float  # of a prompt that the prefill node keeps: the mean
-    colocated_compute_seconds: float  # on the colocated node: the mean
+    rounds: list["ComputedRound"]
 
-    @property
-    def compute_seconds(self) -> float:
-        """Of a prompt that is handed over: the mean."""
-        return statistics.mean(report.compute_seconds for report in self.handoffs)
+
+@dataclass(frozen=True, slots=True)
+class ComputedRound:
+    """What computing a prompt took in one round, as means in seconds."""
+
+    handed_over: float
+    kept: float  # by the prefill node
+    colocated: float  # on the colocated node
 
 
 async def measure(
@@ -82,40 +86,77 @@ async def measure(
         serve_model_folder(console, folder, **settings, **one_node),
     ) as (split, colocated):
         return [
-            await _measure_prompts(split, colocated, tokens, options.requests) for tokens in prompts
+            await _measure_prompts(split, colocated, tokens, options.requests, options.rounds)
+            for tokens in prompts
         ]
 
 
 async def _measure_prompts(
-    split: Supervisor, colocated: Supervisor, tokens: int, requests: int
+    split: Supervisor, colocated: Supervisor, tokens: int, requests: int, rounds: int
 ) -> HandoffCosts:
     """Send prompts of one length to both clusters in turns."""
     async with (
         grpc.aio.insecure_channel(split.endpoints.grpc) as split_channel,
         grpc.aio.insecure_channel(colocated.endpoints.grpc) as colocated_channel,
     ):
-        split_stub = generation_pb2_grpc.GenerationStub(split_channel)
-        colocated_stub = generation_pb2_grpc.GenerationStub(colocated_channel)
-        rng = random.Random(tokens)
+        sender = _PromptSender(
+            generation_pb2_grpc.GenerationStub(split_channel),
+            generation_pb2_grpc.GenerationStub(colocated_channel),
+            tokens,
+        )
+        await sender.send_prompts(_WARM_UP)
+        costs = HandoffCosts(tokens, [], [], [], [])
+        totals = await _read_prefill_seconds(split), await _read_prefill_seconds(colocated)
+        for _ in range(rounds):
+            answers, colocated_ttfts = await sender.send_prompts(requests)
+            handoffs = [answer.timeline.handoff for _, answer in answers]
+            if not all(handoff.transport for handoff in handoffs):
+                raise NodeFailed("an answer had no hand-off")
+            before, totals = (
+                totals,
+                (await _read_prefill_seconds(split), await _read_prefill_seconds(colocated)),
+            )
+            own, other = [last - first for first, last in zip(before, totals, strict=True)]
+            handed = sum(handoff.compute_seconds for handoff in handoffs)
+            costs.rounds.append(
+                ComputedRound(handed / requests, (own - handed) / requests, other / requests)
+            )
+            costs.handoffs.extend(handoffs)
+            costs.ttfts.extend(ttft for ttft, _ in answers)
+            costs.colocated_ttfts.extend(colocated_ttfts)
+    return costs
+
+
+# Seconds to the first token, and the last message of the answer.
+_Answer = tuple[float, generation_pb2.GenerateResponse]
+
+
+class _PromptSender:
+    """Sends each prompt to a cluster with hand-offs, to its prefill node alone, and colocated."""
+
+    def __init__(
+        self,
+        split: generation_pb2_grpc.GenerationStub,
+        colocated: generation_pb2_grpc.GenerationStub,
+        tokens: int,
+    ) -> None:
+        self._split = split
+        self._colocated = colocated
+        self._tokens = tokens
+        self._rng = random.Random(tokens)
+
+    async def send_prompts(self, count: int) -> tuple[list[_Answer], list[float]]:
+        """The answers with a hand-off, and seconds to the first token of the colocated node."""
         answers, colocated_ttfts = [], []
-        before = 0.0, 0.0
-        for number in range(_WARM_UP + requests):
-            if number == _WARM_UP:
-                before = await _read_prefill_seconds(split), await _read_prefill_seconds(colocated)
-            prompt = [rng.randrange(16, _VOCABULARY) for _ in range(tokens)]
-            answers.append(await _send_request(split_stub, prompt))
-            other = [rng.randrange(16, _VOCABULARY) for _ in range(tokens)]
-            await _send_request(split_stub, other, max_tokens=1)
-            colocated_ttfts.append((await _send_request(colocated_stub, prompt))[0])
-        after = await _read_prefill_seconds(split), await _read_prefill_seconds(colocated)
-    seconds = [last - first for first, last in zip(before, after, strict=True)]
-    handoffs = [answer.timeline.handoff for _, answer in answers[_WARM_UP:]]
-    if not all(handoff.transport for handoff in handoffs):
-        raise NodeFailed("an answer had no hand-off")
-    seconds[0] -= sum(handoff.compute_seconds for handoff in handoffs)
-    ttfts = [ttft for ttft, _ in answers[_WARM_UP:]]
-    means = (total / requests for total in seconds)
-    return HandoffCosts(tokens, ttfts, colocated_ttfts[_WARM_UP:], handoffs, *means)
+        for _ in range(count):
+            prompt = self._draw_prompt()
+            answers.append(await _send_request(self._split, prompt))
+            await _send_request(self._split, self._draw_prompt(), max_tokens=1)
+            colocated_ttfts.append((await _send_request(self._colocated, prompt))[0])
+        return answers, colocated_ttfts
+
+    def _draw_prompt(self) -> list[int]:
+        return [self._rng.randrange(16, _VOCABULARY) for _ in range(self._tokens)]
 
 
 async def _read_prefill_seconds(cluster: Supervisor) -> float:
@@ -134,7 +175,7 @@ async def _send_request(
     stub: generation_pb2_grpc.GenerationStub,
     prompt: list[int],
     max_tokens: int = _OUTPUT_TOKENS,
-) -> tuple[float, generation_pb2.GenerateResponse]:
+) -> _Answer:
     """Seconds to the first token, and the last message of the answer."""
     await asyncio.sleep(_PAUSE_SECONDS)
     request = generation_pb2.GenerateRequest(
@@ -175,24 +216,27 @@ def report(costs: HandoffCosts) -> list[str]:
         f"{name}: median {percentile(values, 50):.2f}, largest {max(values):.2f}"
         for name, values in figures.items()
     ]
-    seconds, others = (
-        costs.compute_seconds,
-        {
-            "without a hand-off": costs.local_compute_seconds,
-            "colocated": costs.colocated_compute_seconds,
-        },
+    rounds = costs.rounds
+    handed, kept, colocated = [
+        statistics.median(getattr(one, name) for one in rounds)
+        for name in ("handed_over", "kept", "colocated")
+    ]
+    ratios = [
+        statistics.median(one.handed_over / getattr(one, name) for one in rounds)
+        for name in ("kept", "colocated")
+    ]
+    lines.append(
+        f"computing a prompt, ms: {handed * 1e3:.2f}, kept {kept * 1e3:.2f} ({ratios[0]:.3f} of"
+        f" it), colocated {colocated * 1e3:.2f} ({ratios[1]:.3f} of it)"
     )
-    compared = ", ".join(
-        f"{name} {other * 1e3:.2f} ({seconds / other:.3f} of it)" for name, other in others.items()
-    )
-    lines.append(f"computing a prompt, ms: mean {seconds * 1e3:.2f}, {compared}")
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", default="128,2048", help="tokens (128,2048)")
-    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=10, help="in a round (10)")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--kv-memory", type=int, default=6 << 30)
     parser.add_argument("--seconds", type=float, default=150.0, help="for each start (150)")
