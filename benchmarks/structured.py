@@ -157,6 +157,7 @@ def start_node(options: argparse.Namespace) -> Iterator[tuple[StepNode, Engine, 
             max_grammars=1,
             clock=time.monotonic,
         )
+        factory.begin_loading()
         node = StepNode(engine, count_step, FactoryConstraints(factory))
         node.start()
         try:

@@ -77,6 +77,8 @@ from prefill_node.role_factory import make_prefill_role
 if TYPE_CHECKING:  # llguidance is imported only if a model with a tokenizer is served
     from node_engine.structured_output.constraint_factory import ConstraintFactory
 
+# In which a node on a CPU has joined, if its weights are packed already.
+_TOKENIZER_DELAY_SECONDS = 3.0
 DEFAULT_LIMITS = {Role.PREFILL: PREFILL_LIMITS, Role.DECODE: DECODE_LIMITS}
 
 
@@ -113,7 +115,7 @@ async def run_node(
         STARTUP.end_phase("engine_imports")
         limits = choose_step_limits(config, role, device)
         check_cache_memory(config, device, weights)  # fail before a model is loaded
-        constraints = make_constraint_factory(config, opened)
+        constraints = make_node_constraints(config, device, opened)
         engine = await asyncio.to_thread(build_engine, config, device, limits, weights)
         STARTUP.end_phase("model")
         config = await with_advertised_address(config, stop)
@@ -178,12 +180,29 @@ def assemble_node(
     )
 
 
+def make_node_constraints(
+    config: NodeConfig, device: DeviceType, opened: ExitStack
+) -> "ConstraintFactory | None":
+    """What makes the grammars of outputs; see make_constraint_factory.
+
+    Reading the tokenizer takes Python's lock for up to half a second. For a GPU that is done at
+    once, while the weights are loaded. On a CPU weights take no longer than that, and the cluster
+    would wait for it.
+    """
+    factory = make_constraint_factory(config, opened)
+    if factory is not None and device == "cuda":
+        factory.begin_loading()
+    elif factory is not None:
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(_TOKENIZER_DELAY_SECONDS, factory.begin_loading)
+        opened.callback(timer.cancel)
+    return factory
+
+
 def make_constraint_factory(config: NodeConfig, opened: ExitStack) -> "ConstraintFactory | None":
     """What makes the grammars of outputs; None for a model without a tokenizer.json.
 
-    The tokenizer is read on a thread from now on. That takes Python's lock for up to half a second,
-    and so it is done while the weights are loaded. `opened` closes the factory. Raises ConfigError
-    for a bad model folder.
+    `opened` closes the factory. Raises ConfigError for a bad model folder.
     """
     tokenizer_file = find_tokenizer_file(config.model, config.engine)
     if tokenizer_file is None:

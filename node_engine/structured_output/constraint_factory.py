@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.errors import GrammarFailed
+from baton.errors import ConfigError, GrammarFailed
 from baton.process import log
 from baton.process.clock import Clock
 from baton.structured_output.grammar_compiler import compile_grammar, load_grammar_tokenizer
@@ -36,16 +36,36 @@ class ConstraintFactory:
         max_grammars: int,
         clock: Clock,
     ) -> None:
-        """Begin to read the model's tokenizer, so that no request waits for it."""
+        """The tokenizer is read by `begin_loading`, or for the first constraint."""
         self._executor = ThreadPoolExecutor(_THREADS, "grammar", _lower_thread_priority)
-        self._tokenizer = self._executor.submit(
-            load_grammar_tokenizer, tokenizer_file, vocab_size, eos_token_ids
-        )
-        self._tokenizer.add_done_callback(_log_tokenizer_error)
+        self._load = partial(load_grammar_tokenizer, tokenizer_file, vocab_size, eos_token_ids)
+        self._load_lock = threading.Lock()
+        self._tokenizer: Future[LLTokenizer] | None = None  # None until it is read
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._masks = MaskThread()
         self.cache = GrammarCache(self._compile_grammar, max_grammars, clock)
+
+    def begin_loading(self) -> None:
+        """Begin to read the model's tokenizer, so that no request waits for it.
+
+        This takes Python's lock for up to half a second.
+        """
+        self._executor.submit(self._get_tokenizer)
+
+    def _get_tokenizer(self) -> LLTokenizer:
+        """Read the tokenizer the first time. Raises ConfigError."""
+        with self._load_lock:
+            if self._tokenizer is None:
+                self._tokenizer = Future()
+                try:
+                    self._tokenizer.set_result(self._load())
+                except ConfigError as error:
+                    self._tokenizer.set_exception(error)
+                    log.get_logger("grammar").error(
+                        "structured output is not available", **log.get_error_fields(error)
+                    )
+        return self._tokenizer.result()
 
     def submit_work(self, work: AttemptSpec) -> "Future[GrammarState]":
         """Begin to make the constraint of an attempt. The future raises BatonError."""
@@ -67,7 +87,7 @@ class ConstraintFactory:
                 raise GrammarFailed(
                     "the tokens that were emitted before break the output's grammar"
                 )
-        ends_of_text = tuple(sorted(set(self._tokenizer.result().eos_tokens) - self._eos_token_ids))
+        ends_of_text = tuple(sorted(set(self._get_tokenizer().eos_tokens) - self._eos_token_ids))
         return GrammarState(
             matcher,
             self._request_mask,
@@ -102,7 +122,7 @@ class ConstraintFactory:
         return self._masks.request_mask(matcher, self._vocab_size, excluded, is_awaited=is_awaited)
 
     def _compile_grammar(self, grammar: StructuredOutput) -> LLMatcher:
-        return compile_grammar(self._tokenizer.result(), grammar)
+        return compile_grammar(self._get_tokenizer(), grammar)
 
     def counters(self) -> dict[str, float]:
         """Counters of the node, by metric name."""
@@ -117,11 +137,3 @@ class ConstraintFactory:
 def _lower_thread_priority() -> None:
     """Lower the priority of the calling thread, which Linux has apart from its process's."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-
-
-def _log_tokenizer_error(loaded: "Future[LLTokenizer]") -> None:
-    error = loaded.exception()
-    if error is not None:
-        log.get_logger("grammar").error(
-            "structured output is not available", **log.get_error_fields(error)
-        )

@@ -103,6 +103,8 @@ def load_engine(config: NodeConfig) -> WarmEngine:
     require_cache_memory(config, device)
     with ExitStack() as undo:
         constraints = make_constraint_factory(config, undo)
+        if constraints is not None:
+            constraints.begin_loading()
         engine = build_engine(config, device, limits)
         arena = create_arena(config, device, limits, engine)
         undo.callback(arena.close)

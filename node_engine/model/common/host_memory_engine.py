@@ -1,10 +1,11 @@
 """What engines that compute in the host's cache memory have in common."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from baton.types import BlockIndex
 from node_engine.core.step.engine import CacheLimits, make_completed_save
+from node_engine.core.step.step_batch import StepBatch
 from node_engine.model.common.base_engine import BaseEngine
 from node_engine.model.common.warm_up import CPU_PROMPT_LENGTHS, iter_warm_up_steps
 
@@ -12,7 +13,6 @@ from node_engine.model.common.warm_up import CPU_PROMPT_LENGTHS, iter_warm_up_st
 class HostMemoryEngine(BaseEngine):
     """An `Engine` whose steps compute in the arena itself: it copies no blocks."""
 
-    _warm_up_lengths: Sequence[int] = CPU_PROMPT_LENGTHS  # of prompts, in tokens
     _num_blocks = 0
 
     @property
@@ -30,10 +30,13 @@ class HostMemoryEngine(BaseEngine):
         self, max_batched_tokens: int, is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
         """Run steps of typical sizes in the empty cache; see Engine.warm_up."""
-        cache = self._layout.block_size, self._num_blocks
-        for step in iter_warm_up_steps(
-            self._warm_up_lengths, *cache, self._max_model_len, max_batched_tokens
-        ):
+        for step in self._iter_warm_up_steps(max_batched_tokens):
             if not is_wanted():
                 return
             self.run(step)
+
+    def _iter_warm_up_steps(self, max_batched_tokens: int) -> Iterable[StepBatch]:
+        cache = self._layout.block_size, self._num_blocks
+        return iter_warm_up_steps(
+            CPU_PROMPT_LENGTHS, *cache, self._max_model_len, max_batched_tokens
+        )

@@ -13,6 +13,8 @@ from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSli
 # In tokens: libraries select other kernels for other sizes, which a GPU loads at their first use.
 CPU_PROMPT_LENGTHS = (4, 24)
 GPU_PROMPT_LENGTHS = (4, 24, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+_MIXED_PROMPT_TOKENS = 4
+_BLOCK_COPY = StepBatch((), block_copies=((BlockIndex(0), BlockIndex(1)),))
 _SAMPLING_CASES = (
     SamplingParams(1, temperature=0.0),
     SamplingParams(1, temperature=1.0, top_k=2, top_p=0.5),
@@ -47,7 +49,22 @@ def iter_warm_up_steps(
             yield StepBatch((_slice(prompt + number, 1, table, number),))
         if 2 * prompt <= fits:
             yield StepBatch((decode, _slice(prompt, prompt, table, 0)))
-    yield StepBatch((), block_copies=((BlockIndex(0), BlockIndex(1)),))
+    yield _BLOCK_COPY
+
+
+def list_mixed_warm_up_steps(
+    block_size: int, num_blocks: int, max_model_len: int
+) -> list[StepBatch]:
+    """One step of a short prompt and a decode slice, sampled in different ways, and a block copy.
+
+    Enough for an engine that compiles and loads nothing at the first use of a size. Empty if they
+    do not fit into the cache or the longest context.
+    """
+    if num_blocks < 2 or min(block_size, max_model_len) < _MIXED_PROMPT_TOKENS:
+        return []
+    decode = _slice(0, 1, [BlockIndex(0)], 0, sequence=1)
+    prompt = _slice(0, _MIXED_PROMPT_TOKENS, [BlockIndex(1)], 1)
+    return [StepBatch((decode, prompt)), _BLOCK_COPY]
 
 
 def _slice(

@@ -25,6 +25,7 @@ from node_engine.core.step.step_batch import (
 )
 from node_engine.model.common.base_engine import score_prompt_rows, translate_device_errors
 from node_engine.model.common.host_memory_engine import HostMemoryEngine
+from node_engine.model.common.warm_up import list_mixed_warm_up_steps
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.sampling.philox import WORD_MASK
 from node_engine.model.sampling.sampler import damaged_logits_error, sample_tokens
@@ -34,8 +35,6 @@ _SEED_MASK = (1 << 64) - 1
 
 class NativeEngine(HostMemoryEngine):
     """An `Engine` over one native model and one arena. Not thread-safe: compute thread only."""
-
-    _warm_up_lengths = (4,)  # no kernel is compiled, packed or loaded at its first use
 
     def __init__(
         self,
@@ -69,6 +68,12 @@ class NativeEngine(HostMemoryEngine):
         self._model.bind_cache(memory, len(memory), self._layout.block_size)
         self._arena = memory
         self._num_blocks = num_blocks
+
+    def _iter_warm_up_steps(self, max_batched_tokens: int) -> list[StepBatch]:
+        """No kernel is compiled, packed or loaded at its first use."""
+        return list_mixed_warm_up_steps(
+            self._layout.block_size, self._num_blocks, self._max_model_len
+        )
 
     def run(
         self, batch: StepBatch, on_layer: LayerCallback | None = None

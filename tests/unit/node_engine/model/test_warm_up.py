@@ -7,7 +7,7 @@ import pytest
 
 from baton.types import BlockIndex, SamplingParams
 from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.model.common.warm_up import iter_warm_up_steps
+from node_engine.model.common.warm_up import iter_warm_up_steps, list_mixed_warm_up_steps
 from node_engine.model.model_loader import load_model_engine
 from tests.models import build_model
 
@@ -63,6 +63,20 @@ def test_warm_up_steps_stay_within_limits(
         held = [set(slice_.block_table) for slice_ in step.slices]
         assert sum(map(len, held)) == len(set().union(*held)), "no two write to one block"
     assert begun == prompts
+
+
+def test_a_mixed_warm_up_has_a_prompt_and_a_decode_slice() -> None:
+    step, copy = list_mixed_warm_up_steps(block_size=4, num_blocks=2, max_model_len=4)
+    assert [len(slice_.token_ids) for slice_ in step.slices] == [1, 4]
+    assert [slice_.block_table for slice_ in step.slices] == [[0], [1]]
+    specs = [slice_.sample_spec for slice_ in step.slices]
+    assert [spec.params.temperature for spec in specs if spec] == [0.0, 1.0]
+    assert copy.block_copies == ((0, 1),)
+
+
+@pytest.mark.parametrize("limits", [(3, 2, 4), (4, 1, 4), (4, 2, 3)])
+def test_a_mixed_warm_up_that_does_not_fit_is_left_out(limits: tuple[int, int, int]) -> None:
+    assert list_mixed_warm_up_steps(*limits) == []
 
 
 @pytest.mark.parametrize("num_blocks", [2, 4])
