@@ -147,7 +147,7 @@ class OutboundPlane(Protocol):
 
         Called from the forward pass, between layers: it only enqueues. Layers that are announced
         together travel together, as far as a message can carry them. With a `gate` they are final
-        once its event has passed, and `mark_passed` must follow, unless the hand-off aborts. Only
+        once its events have passed, and `mark_passed` must follow, unless the hand-off aborts. Only
         for a plane that reads device memory."""
         ...
 

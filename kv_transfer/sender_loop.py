@@ -278,7 +278,8 @@ class SenderLoop:
             return False
         assert handoff.path is not None
         size = write.slab_range.num_slabs * self._shape.slab_bytes
-        handoff.link_usage.add_message(size, write.gate, started)
+        num_layers = write.slab_range.num_layers
+        handoff.link_usage.add_message(size, write.gate, started, num_layers)
         try:
             action = self._failpoints.hit("transfer.write.before")
         except HandoffFailed as error:

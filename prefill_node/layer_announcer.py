@@ -9,6 +9,7 @@ from baton.process.clock import Clock
 from baton.process.failpoints import FAILPOINTS, failpoint
 from baton.types import AttemptKey, BlockIndex
 from kv_transfer.plane import OutboundPlane, ReadyGate, reads_device_memory
+from prefill_node.deferred_tickets import DeferredTickets
 
 _HOLD_FAILPOINT = "prefill.layer.landed"
 
@@ -42,7 +43,7 @@ class LayerAnnouncer:
     num_layers: int
     clock: Clock
     make_plan: Callable[[], AnnouncementPlan]  # called once, before anything is announced
-    on_announced: Callable[[], None]  # called when all layers are, while a device computes them
+    tickets: DeferredTickets
     slowed_seconds: float = 0.0  # by all that the step waits for because of hand-offs
     num_announced: int = 0  # layers
     num_groups: int = 0  # announced
@@ -70,6 +71,9 @@ class LayerAnnouncer:
             or _HOLD_FAILPOINT in FAILPOINTS.armed
         )
 
+    def on_launching(self) -> None:
+        self.tickets.begin_launch()
+
     def on_launched(self, layer_ends: Sequence[DeviceEvent]) -> None:
         """Announce all layers."""
         for layer in range(self.num_layers):
@@ -78,7 +82,7 @@ class LayerAnnouncer:
                 gate = ReadyGate({each: layer_ends[each] for each in group})
                 self._gates[layer] = gate
                 self._announce_group(layer + 1, gate)
-        self.on_announced()
+        self.tickets.end_launch()
 
     def __call__(self, layer: int) -> None:
         started = self.clock()

@@ -1,7 +1,7 @@
 """The prefill role: computes prompts and hands their KV to decode nodes. The life of an attempt:
 
     PrefillOrder       -> `open_handoff`, then the scheduler: chunks, unticketed until the ticket
-    TicketOrder        -> `set_ticket`, on the event loop: it need not wait for the forward pass
+    TicketOrder        -> `set_ticket`, on the event loop, or once a GPU's step is launched
     computed layers     -> `announce_layer`: the plane sends them while the next ones are computed
     first token        -> `seal_handoff`; if it ends the request, the answer and no hand-off
     OutboundCommitted  -> source blocks released, HandedOff reported (success)
@@ -106,7 +106,7 @@ class PrefillRole(BaseRole):
     # on the event loop
 
     def preview_command(self, command: NodeCommand) -> None:
-        """Inform the plane at once: it need not wait for the step in progress."""
+        """Inform the plane: it need not wait for the step in progress to end."""
         if not isinstance(command, PrefillOrder | TicketOrder):
             self._announcements.tickets.pass_on()
         match command:

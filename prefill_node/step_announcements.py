@@ -1,6 +1,6 @@
 """Owns the layer callback of each step: its groups of layers, and what it has cost the steps.
 
-Tickets that come while a step is launched wait for the end of the launch.
+Tickets that come while a step is launched on a device wait for the end of the launch.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from baton.kv.blocks import KVLayout
 from baton.process.clock import Clock
-from kv_transfer.plane import OutboundPlane, reads_device_memory
+from kv_transfer.plane import OutboundPlane
 from node_engine.core.step.step_batch import StepBatch
 from prefill_node.deferred_tickets import DeferredTickets
 from prefill_node.layer_announcer import AnnouncementPlan, BlockRange, LayerAnnouncer
@@ -47,8 +47,6 @@ class StepAnnouncements:
         slowed_seconds: float,  # that the step has waited for cached blocks
     ) -> LayerAnnouncer:
         """The callback of a step that completes blocks of hand-offs."""
-        if reads_device_memory(self._plane):
-            self.tickets.begin_launch()
 
         def make_plan() -> AnnouncementPlan:
             completed = pin_blocks()
@@ -63,7 +61,7 @@ class StepAnnouncements:
             self._layout.num_layers,
             self._clock,
             make_plan,
-            self.tickets.end_launch,
+            self.tickets,
             slowed_seconds,
         )
         return self._announcer

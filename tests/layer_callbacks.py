@@ -18,6 +18,8 @@ class FunctionCallback:
     def ends_group(self, layer: int) -> bool:
         return True
 
+    def on_launching(self) -> None: ...
+
     def on_launched(self, layer_ends: Sequence[DeviceEvent]) -> None: ...
 
     def __call__(self, layer: int) -> None:

@@ -68,6 +68,8 @@ class HandoffLaunches:
     def ends_group(self, layer: int) -> bool:
         return (layer + 1) % self.group == 0 or layer + 1 == self.layers
 
+    def on_launching(self) -> None: ...
+
     def on_launched(self, layer_ends: Sequence[DeviceEvent]) -> None: ...
 
     def __call__(self, layer: int) -> None:

@@ -47,7 +47,13 @@ class BusyPeriod:
 @dataclass(frozen=True, slots=True)
 class _WaitingMessage:
     size: int  # bytes
+    num_layers: int
     gate: ReadyGate
+
+    @property
+    def last_layer_bytes(self) -> int:
+        """What is still to be written when the gate passes: layers are written one by one."""
+        return self.size // self.num_layers
 
 
 @dataclass(slots=True)
@@ -57,10 +63,12 @@ class LinkUsage:
     _period: BusyPeriod | None = None  # of messages whose slabs are final
     _waiting: list[_WaitingMessage] = field(default_factory=list)  # the link does nothing for them
 
-    def add_message(self, size: int, gate: ReadyGate | None, now: float) -> None:
+    def add_message(
+        self, size: int, gate: ReadyGate | None, now: float, num_layers: int = 1
+    ) -> None:
         """A message of `size` bytes was begun."""
         if gate is not None and gate.passed_at is None:
-            self._waiting.append(_WaitingMessage(size, gate))
+            self._waiting.append(_WaitingMessage(size, num_layers, gate))
         else:
             self._add_to_period(size, now)
 
@@ -71,7 +79,10 @@ class LinkUsage:
         """
         waiting, self._waiting = self._waiting, []
         for message in waiting:
-            self.add_message(message.size, message.gate, message.gate.passed_at or 0.0)
+            if message.gate.passed_at is None:
+                self._waiting.append(message)
+            else:
+                self._add_to_period(message.last_layer_bytes, message.gate.passed_at)
         if unacked_bytes > sum(message.size for message in self._waiting):
             return None
         period, self._period = self._period, None

@@ -153,7 +153,7 @@ class QueuedLaunch:
 
 
 class LaunchQueue:
-    """Streams that are used in turn, and the waiting for launches, in their order.
+    """Streams of launches, and the waiting for them, in their order.
 
     The launching thread waits for short launches itself. A thread of the queue waits for the
     others: waking it, and being woken by it, takes longer than most launches. Nobody waits for a
@@ -246,6 +246,7 @@ class LaunchSlots:
 
     def __init__(self) -> None:
         self._free: list[LaunchSlot] = []
+        self._all: list[LaunchSlot] = []  # a launch that has failed may still write to its slot
         self._lock = threading.Lock()
 
     def take(self, count: int, parts: int) -> LaunchSlot:
@@ -255,7 +256,10 @@ class LaunchSlots:
             for index, slot in enumerate(self._free):
                 if slot.num_words >= needed:
                     return self._free.pop(index)
-        return LaunchSlot(max(_MIN_SLOT_WORDS, 1 << (needed - 1).bit_length()))
+        made = LaunchSlot(max(_MIN_SLOT_WORDS, 1 << (needed - 1).bit_length()))
+        with self._lock:
+            self._all.append(made)
+        return made
 
     def give_back(self, slot: LaunchSlot) -> None:
         with self._lock:

@@ -2,7 +2,7 @@
 
 Copies run on streams of their own, beside the steps of the node. The kernel writes the parts of the
 checksums to pinned memory itself, and block numbers are uploaded once for all layers of a hand-off,
-so that a copy is one launch.
+so that copying layers that are final is one launch.
 """
 
 import os
@@ -310,7 +310,7 @@ class CudaMemory:
         first_word = slab_range.first_layer * self._slab_words
         with torch.cuda.device(self._device):
             is_waiting = spans[-1].after is not None
-            stream = queue.choose_stream(target, is_waiting=is_waiting)
+            stream = queue.choose_stream(source, is_waiting=is_waiting)
             read = queue.block_numbers.upload(source, stream)
             written = queue.block_numbers.upload(target, stream)
             with torch.cuda.stream(stream):

@@ -33,7 +33,6 @@ from baton.process.clock import monotonic_clock
 from baton.process.entry import run_process
 from baton.process.startup import STARTUP
 from baton.shared_memory import segment as segments
-from baton.structured_output.tokenizer_file import find_tokenizer_file
 from baton.types import NodeName, Role, mint_id
 from decode_node.default_limits import DECODE_LIMITS
 from decode_node.role_factory import make_decode_role
@@ -52,6 +51,7 @@ from node_engine.host.compute_thread import (
     RoleFactory,
     SwitchableRole,
 )
+from node_engine.host.constraints import make_node_constraints, read_tokenizer_later
 from node_engine.host.cpu_kernels import begin_opening_weights
 from node_engine.host.device_monitor import DeviceMonitor
 from node_engine.host.draft_model import build_drafter, check_draft_settings
@@ -77,8 +77,6 @@ from prefill_node.role_factory import make_prefill_role
 if TYPE_CHECKING:  # llguidance is imported only if a model with a tokenizer is served
     from node_engine.structured_output.constraint_factory import ConstraintFactory
 
-# In which a node on a CPU has joined, if its weights are packed already.
-_TOKENIZER_DELAY_SECONDS = 3.0
 DEFAULT_LIMITS = {Role.PREFILL: PREFILL_LIMITS, Role.DECODE: DECODE_LIMITS}
 
 
@@ -104,10 +102,7 @@ async def run_node(
 
     Raises ConfigError for errors that a restart cannot fix.
     """
-    _check_settings(config)
-    name = NodeName(config.name or f"{role.value}-{mint_id(32)}")
-    log.configure_logging(config.log_level, config.log_format, node=name)
-    segments.remove_stale_segments(Path(config.segment_dir))
+    name = begin_node(config, role)
     with ExitStack() as opened:
         writer = open_writer(config, opened)  # before torch opens files of the GPU
         weights = begin_opening_weights(config, opened)
@@ -137,7 +132,17 @@ async def run_node(
         node = assemble_node(
             config, role, name, engine, arena, scheduler, constraints, files, factories
         )
+        read_tokenizer_later(constraints, opened)
         await node.run(stop)
+
+
+def begin_node(config: NodeConfig, role: Role) -> NodeName:
+    """Check the settings, configure the log and remove what nodes that are gone have left."""
+    _check_settings(config)
+    name = NodeName(config.name or f"{role.value}-{mint_id(32)}")
+    log.configure_logging(config.log_level, config.log_format, node=name)
+    segments.remove_stale_segments(Path(config.segment_dir))
+    return name
 
 
 def assemble_node(
@@ -178,48 +183,6 @@ def assemble_node(
     return NodeRuntime(
         context, inbox, switchable_role, compute_thread, stages, pool_client, link, arena.memory
     )
-
-
-def make_node_constraints(
-    config: NodeConfig, device: DeviceType, opened: ExitStack
-) -> "ConstraintFactory | None":
-    """What makes the grammars of outputs; see make_constraint_factory.
-
-    Reading the tokenizer takes Python's lock for up to half a second. For a GPU that is done at
-    once, while the weights are loaded. On a CPU weights take no longer than that, and the cluster
-    would wait for it.
-    """
-    factory = make_constraint_factory(config, opened)
-    if factory is not None and device == "cuda":
-        factory.begin_loading()
-    elif factory is not None:
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(_TOKENIZER_DELAY_SECONDS, factory.begin_loading)
-        opened.callback(timer.cancel)
-    return factory
-
-
-def make_constraint_factory(config: NodeConfig, opened: ExitStack) -> "ConstraintFactory | None":
-    """What makes the grammars of outputs; None for a model without a tokenizer.json.
-
-    `opened` closes the factory. Raises ConfigError for a bad model folder.
-    """
-    tokenizer_file = find_tokenizer_file(config.model, config.engine)
-    if tokenizer_file is None:
-        return None
-    from node_engine.model.config.model_config import load_model_config
-    from node_engine.structured_output.constraint_factory import ConstraintFactory
-
-    model = load_model_config(Path(config.model))
-    factory = ConstraintFactory(
-        tokenizer_file,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        max_grammars=config.grammar_cache,
-        clock=monotonic_clock,
-    )
-    opened.callback(factory.close)
-    return factory
 
 
 def make_coordinator_link(

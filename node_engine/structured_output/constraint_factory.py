@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.errors import ConfigError, GrammarFailed
+from baton.errors import GrammarFailed
 from baton.process import log
 from baton.process.clock import Clock
 from baton.structured_output.grammar_compiler import compile_grammar, load_grammar_tokenizer
@@ -54,13 +54,13 @@ class ConstraintFactory:
         self._executor.submit(self._get_tokenizer)
 
     def _get_tokenizer(self) -> LLTokenizer:
-        """Read the tokenizer the first time. Raises ConfigError."""
+        """Read the tokenizer the first time. Raises ConfigError, and what llguidance raises."""
         with self._load_lock:
             if self._tokenizer is None:
                 self._tokenizer = Future()
                 try:
                     self._tokenizer.set_result(self._load())
-                except ConfigError as error:
+                except BaseException as error:  # a panic of llguidance, too
                     self._tokenizer.set_exception(error)
                     log.get_logger("grammar").error(
                         "structured output is not available", **log.get_error_fields(error)

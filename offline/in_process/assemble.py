@@ -44,7 +44,6 @@ from node_engine.host.assemble import (
     choose_step_limits,
     create_arena,
     make_command_stages,
-    make_constraint_factory,
     make_role_context,
     warm_up_engine,
 )
@@ -54,6 +53,7 @@ from node_engine.host.compute_thread import (
     ComputeThread,
     SwitchableRole,
 )
+from node_engine.host.constraints import make_constraint_factory
 from node_engine.host.device_monitor import DeviceMonitor
 from node_engine.host.draft_model import build_drafter
 from node_engine.host.engine_factory import build_engine, resolve_device_type

@@ -28,6 +28,12 @@ class LayerCallback(Protocol):
         """Whether it matters at once that the layers up to this one can be read."""
         ...
 
+    def on_launching(self) -> None:
+        """The step is queued on a device from now on; `on_launched` follows, unless it fails.
+
+        Only called if `blocks` is empty, before all other calls but `blocks`."""
+        ...
+
     def on_launched(self, layer_ends: Sequence[DeviceEvent]) -> None:
         """All of the step is queued on a device: layer n is final after `layer_ends[n]`.
 

@@ -114,7 +114,7 @@ class DeviceCache:
         """Reports the layers of a step for `on_layer`, calling `on_saved` in its place.
 
         They are reported once the callback's blocks are in host memory. If it has none, nothing is
-        copied: it gets the events of the ends of its groups, and layers are reported after them.
+        copied: it gets the events of all layers, and they are reported at the ends of groups.
         """
         blocks = on_layer.blocks
         if self._device.type != "cuda":

@@ -100,6 +100,7 @@ class CudaLayerReporter:
         self._on_layer = on_layer
         self._queued = _QueuedLayers(on_saved)
         self._layer_ends: list[torch.cuda.Event] = []  # of layers 0, 1, ...
+        on_layer.on_launching()
 
     def on_layer_written(self, layer: int) -> None:
         computed = torch.cuda.Event()

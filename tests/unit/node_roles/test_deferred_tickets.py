@@ -33,6 +33,7 @@ def node() -> PrefillBench:
 def test_a_ticket_waits_for_the_end_of_a_launch(node: PrefillBench) -> None:
     work = make_work(range(1, 40))
     _, on_layer = begin_step(node, work)
+    on_layer.on_launching()
     ticket = make_ticket(work)
     node.role.preview_command(TicketOrder(ticket))
     assert node.plane.tickets == {}
@@ -47,8 +48,10 @@ def test_without_a_launch_a_ticket_is_passed_on_at_once(node: PrefillBench) -> N
     assert node.plane.tickets == {work.key: ticket}
 
 
-def test_a_plane_that_reads_host_memory_gets_tickets_at_once() -> None:
-    node, work = PrefillBench(), make_work(range(1, 40))
+def test_a_step_that_is_not_launched_on_a_device_keeps_no_ticket_waiting(
+    node: PrefillBench,
+) -> None:
+    work = make_work(range(1, 40))
     begin_step(node, work)
     node.role.preview_command(TicketOrder(make_ticket(work)))
     assert set(node.plane.tickets) == {work.key}
@@ -56,7 +59,8 @@ def test_a_plane_that_reads_host_memory_gets_tickets_at_once() -> None:
 
 def test_a_failed_step_ends_the_wait(node: PrefillBench) -> None:
     work = make_work(range(1, 40))
-    batch, _ = begin_step(node, work)
+    batch, on_layer = begin_step(node, work)
+    on_layer.on_launching()
     node.role.preview_command(TicketOrder(make_ticket(work)))
     node.role.on_step_failed(batch, NodeFailed("the device fell off"))
     assert set(node.plane.tickets) == {work.key}
@@ -75,7 +79,7 @@ def test_what_is_said_of_a_hand_off_later_follows_its_ticket(
 
     monkeypatch.setattr(node.plane, "set_ticket", set_ticket)
     monkeypatch.setattr(node.plane, "abort_handoff", abort_handoff)
-    begin_step(node, work)
+    begin_step(node, work)[1].on_launching()
     node.role.preview_command(TicketOrder(make_ticket(work)))
     node.role.preview_command(CancelOrder(work.key, Cancelled("client gone")))
     assert calls == ["ticket", "abort"]

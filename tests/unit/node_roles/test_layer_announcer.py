@@ -8,6 +8,7 @@ from baton.process.clock import monotonic_clock
 from baton.process.failpoints import FAILPOINTS
 from baton.types import AttemptKey, BlockIndex, RequestId
 from kv_transfer.plane import OutboundPlane, ReadyGate
+from prefill_node.deferred_tickets import DeferredTickets
 from prefill_node.layer_announcer import AnnouncementPlan, BlockRange, LayerAnnouncer
 from tests.device_events import IdentityEvent
 
@@ -53,7 +54,7 @@ def make_announcer(plane: RecordingPlane, group_layers: int) -> LayerAnnouncer:
         LAYERS,
         monotonic_clock,
         lambda: AnnouncementPlan(ranges, group_layers),
-        on_announced=lambda: None,
+        DeferredTickets(lambda _: None),
     )
 
 

@@ -316,9 +316,12 @@ def test_a_failed_step_ends_its_attempts() -> None:
     node.send_item(PrefillOrder(work, needs_no_decode=False))
     plan = node.scheduler.schedule_step()
     assert plan.batch is not None
-    node.role.before_step(plan.batch)
+    on_layer = node.role.before_step(plan.batch)
+    assert on_layer is not None
+    on_layer(0)
     node.role.on_step_failed(plan.batch, NodeFailed("the device fell off"))
     assert node.pop_messages("failed")[0].error.code == "node_failed"
+    assert node.count_held_blocks() == {BlockState.IN_USE: 4}
     node.answer_aborts()
     assert node.count_held_blocks() == {}
 

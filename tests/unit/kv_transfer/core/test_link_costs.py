@@ -38,6 +38,15 @@ def test_a_message_behind_a_gate_begins_when_the_gate_has_passed() -> None:
     assert usage.take_busy_period(0) == BusyPeriod(3.5, 2, 25)
 
 
+def test_only_the_last_layer_is_written_after_a_gate() -> None:
+    usage, gate = LinkUsage(), _make_gate()
+    usage.add_message(80, gate, now=1.0, num_layers=8)
+    assert usage.take_busy_period(80) is None
+    gate.passed_at = 3.0
+    assert usage.take_busy_period(80) is None
+    assert usage.take_busy_period(0) == BusyPeriod(3.0, 1, 10)
+
+
 def test_a_message_of_a_passed_gate_keeps_the_period_of_others_open() -> None:
     usage, gate = LinkUsage(), _make_gate()
     usage.add_message(10, None, now=1.0)

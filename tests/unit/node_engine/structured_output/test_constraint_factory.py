@@ -28,8 +28,25 @@ def test_the_tokenizer_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     factory = make_factory(tmp_path)
     assert reads == []
     factory.begin_loading()
+    factory._executor.shutdown()  # waits for what has begun
+    assert reads == [tmp_path]
     assert [factory._get_tokenizer() for _ in range(2)] == [tokenizer] * 2
     assert reads == [tmp_path]
+    factory.close()
+
+
+def test_whatever_prevents_reading_the_tokenizer_fails_every_constraint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> None:
+        raise RuntimeError("panicked")
+
+    monkeypatch.setattr(constraint_factory, "load_grammar_tokenizer", load)
+    factory = make_factory(tmp_path)
+    factory.begin_loading()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="panicked"):
+            factory._get_tokenizer()
     factory.close()
 
 

@@ -214,9 +214,9 @@ def test_engine_says_what_it_packed() -> None:
     assert device.packed_weight_source == "checkpoint"
 
 
-def test_warm_up_computes_one_prompt_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_computes_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = make_native(CONFIG)
     ran: list[StepBatch] = []
     monkeypatch.setattr(bound.engine, "run", ran.append)
     bound.engine.warm_up(64)
-    assert [step.num_tokens for step in ran] == [4, 1, 1, 5, 0]
+    assert [step.num_tokens for step in ran] == [5, 0]

@@ -99,9 +99,13 @@ class GroupedCallback(FunctionCallback):
     """A LayerCallback of groups of two layers."""
 
     layer_ends: Sequence[DeviceEvent] = ()
+    num_launches = 0
 
     def ends_group(self, layer: int) -> bool:
         return layer % 2 == 1 or layer == 4
+
+    def on_launching(self) -> None:
+        self.num_launches += 1
 
     def on_launched(self, layer_ends: Sequence[DeviceEvent]) -> None:
         self.layer_ends = layer_ends
@@ -113,6 +117,7 @@ def test_layers_that_are_read_on_the_device_are_announced_before_they_are_report
     reported: list[int] = []
     callback = GroupedCallback(reported.append)
     reporter = CudaLayerReporter(callback, callback)
+    assert callback.num_launches == 1
     with reporter.finished_at_exit():
         for layer in range(5):
             reporter.on_layer_written(layer)
