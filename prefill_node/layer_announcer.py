@@ -59,6 +59,7 @@ class LayerAnnouncer:
 
     @property
     def plan(self) -> AnnouncementPlan:
+        """Made at the first use."""
         if self._plan is None:
             self._plan = self.make_plan()
         return self._plan

@@ -34,7 +34,7 @@ class ReadyGate:
     on_passed: list[Callable[[], None]] = field(default_factory=list)
 
     def mark_passed(self, now: float) -> None:
-        """The events have passed. Called by the thread that has announced the slabs."""
+        """All layers behind the gate are final. Called by the thread that announced them."""
         self.passed_at = now
         for call in self.on_passed:
             call()

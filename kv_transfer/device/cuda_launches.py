@@ -76,7 +76,7 @@ def split_layers(
 
 
 def wait_for_event(stream: torch.cuda.Stream, event: DeviceEvent | None) -> None:
-    """Let what is launched on the stream from now on begin after the event."""
+    """Make later launches on the stream wait for the event."""
     if event is not None:
         assert isinstance(event, torch.cuda.Event)
         stream.wait_event(event)
@@ -170,9 +170,10 @@ class LaunchQueue:
         self._turns_to_skip = 0
 
     def choose_stream(self, blocks: Sequence[int], *, is_waiting: bool) -> torch.cuda.Stream:
-        """The stream of launches over these blocks; `is_waiting`: they wait for events.
+        """The stream for launches that read these blocks. `is_waiting`: they wait for events.
 
-        Those of one hand-off that wait share a stream: its layers end one after the other.
+        Waiting launches of one hand-off share a stream, because its layers are computed one after
+        the other. On several streams the same copies slow the step down more.
         """
         if is_waiting:
             return self.streams.waiting[hash(tuple(blocks)) % len(self.streams.waiting)]

@@ -137,7 +137,7 @@ async def run_node(
 
 
 def begin_node(config: NodeConfig, role: Role) -> NodeName:
-    """Check the settings, configure the log and remove what nodes that are gone have left."""
+    """Check the settings, configure the log and remove the segments of dead nodes."""
     _check_settings(config)
     name = NodeName(config.name or f"{role.value}-{mint_id(32)}")
     log.configure_logging(config.log_level, config.log_format, node=name)

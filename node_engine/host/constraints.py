@@ -19,7 +19,7 @@ _TOKENIZER_DELAY_SECONDS = 2.0  # in which a node has joined and computed the wa
 def make_node_constraints(
     config: NodeConfig, device: DeviceType, opened: ExitStack
 ) -> "ConstraintFactory | None":
-    """See make_constraint_factory.
+    """What makes the grammars of a node's outputs; see make_constraint_factory.
 
     Reading the tokenizer takes Python's lock for up to half a second. For a GPU this is done at
     once, while the weights are loaded.
@@ -31,7 +31,7 @@ def make_node_constraints(
 
 
 def read_tokenizer_later(constraints: "ConstraintFactory | None", opened: ExitStack) -> None:
-    """Read it before a request needs it, but let no cluster wait for it."""
+    """Read the tokenizer in a while: before a request needs it, but after the node has joined."""
     if constraints is not None:
         loop = asyncio.get_running_loop()
         timer = loop.call_later(_TOKENIZER_DELAY_SECONDS, constraints.begin_loading)

@@ -57,6 +57,15 @@ def test_a_step_that_is_not_launched_on_a_device_keeps_no_ticket_waiting(
     assert set(node.plane.tickets) == {work.key}
 
 
+def test_the_end_of_a_step_ends_the_wait(node: PrefillBench) -> None:
+    work = make_work(range(1, 40))
+    batch, on_layer = begin_step(node, work)
+    on_layer.on_launching()
+    node.role.preview_command(TicketOrder(make_ticket(work)))
+    node.role.after_step(batch, (), seconds=0.1)
+    assert set(node.plane.tickets) == {work.key}
+
+
 def test_a_failed_step_ends_the_wait(node: PrefillBench) -> None:
     work = make_work(range(1, 40))
     batch, on_layer = begin_step(node, work)

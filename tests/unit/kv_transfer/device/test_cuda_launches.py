@@ -211,3 +211,18 @@ def test_small_layers_wait_for_the_last_one_of_a_launch() -> None:
         LayerSpan(4, ends[3]),
         LayerSpan(4, ends[7]),
     ]
+
+
+def test_waiting_launches_of_one_hand_off_share_a_stream() -> None:
+    upload: Any = None
+    ready: Any = ["ready 0", "ready 1"]
+    waiting: Any = ["waiting 0", "waiting 1", "waiting 2"]
+    queue = LaunchQueue("test-streams", LaunchStreams(upload, ready, waiting))
+    try:
+        chosen = {queue.choose_stream([4, 5], is_waiting=True) for _ in range(4)}
+        assert len(chosen) == 1
+        all_chosen = {queue.choose_stream([block], is_waiting=True) for block in range(64)}
+        assert all_chosen == set(waiting)
+        assert [queue.choose_stream([4], is_waiting=False) for _ in range(3)] == [*ready, ready[0]]
+    finally:
+        queue.close()
