@@ -21,7 +21,7 @@ own copies of published blocks, so the older answer may lack blocks that are no 
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from baton.cluster_link.messages import (
@@ -215,6 +215,7 @@ class _PendingLookup:
     since: float  # clock time, in seconds
     queued_commands: list[NodeCommand] = field(default_factory=list)
     num_tries: int = 0
+    num_remote_blocks: int = 0  # fetched from another host's pool for the tries so far
 
 
 class PoolLookups:
@@ -312,13 +313,15 @@ class PoolLookups:
         lookup.num_tries += 1
 
         def on_done(hit: PoolHit) -> None:
+            lookup.num_remote_blocks += hit.remote_blocks
             if self._pending.get(lookup.command.work.key) is not lookup:
                 self._release_hit(hit)
             elif epoch != self._pool_connector.publication_epoch and lookup.num_tries < _MAX_TRIES:
                 self._release_hit(hit)
                 self._query_pool(lookup, root, packed_hashes, packed_tokens, max_tokens)
             else:
-                self._end_lookup(lookup, hit)
+                num_remote_blocks = min(lookup.num_remote_blocks, len(hit.blocks))
+                self._end_lookup(lookup, replace(hit, remote_blocks=num_remote_blocks))
 
         remote_prefix = lookup.command.remote_prefix
         self._pool_client.find_prefix(

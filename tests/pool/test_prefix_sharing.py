@@ -114,6 +114,30 @@ def test_lookup_older_than_a_publication_is_repeated(host: InProcessHost) -> Non
     host.check()
 
 
+def test_repeated_lookup_keeps_the_count_of_remote_blocks(host: InProcessHost) -> None:
+    """The blocks that were fetched for the first look-up are in memory at the second."""
+    node = host.prefill[0]
+    assert node.pool_client is not None
+    other = make_work((*PROMPT[:48], 5), request="a", max_tokens=1)
+    node.send_item(PrefillOrder(other, needs_no_decode=True))
+    while node.step():
+        pass
+    node.pool_client.is_slow = True
+    second = make_work((*PROMPT[:48], 1), request="b", max_tokens=1)
+    node.send_item(PrefillOrder(second, needs_no_decode=True))
+    host.pool.run_publications()
+    for remote_blocks in (2, 0):
+        node.pool_client.remote_blocks = remote_blocks
+        node.pool_client.lookups.popleft()()
+    assert not node.pool_client.lookups
+    while node.step():
+        pass
+    ended = node.pop_messages("prefill_ended")[-1]
+    assert (ended.cached_tokens, ended.pooled_tokens, ended.remote_tokens) == (48, 48, 32)
+    host.run_publications()
+    host.check()
+
+
 def test_slow_lookup_delays_only_its_own_attempt(host: InProcessHost) -> None:
     node = host.prefill[0]
     assert node.pool_client is not None

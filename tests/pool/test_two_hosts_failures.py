@@ -88,7 +88,8 @@ async def check_tenant_isolation(scene: TwoHostScenario) -> None:
     assert (await scene.generate_on_host(make_prompt(1), 1, "bulk"))["computed_prefill"] == len(
         make_prompt(1)
     )
-    assert (await scene.generate_on_host(make_prompt(1), 1))["remote_pool"] == BLOCKS * 16
+    found = await scene.generate_on_host(make_prompt(1), 1)
+    assert found["remote_pool"] == BLOCKS * 16, found
     await wait_for_metric(scene.cluster, STARTED, 1)
     assert await scene.count_started() == 1, "for the second one only"
 
