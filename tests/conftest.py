@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -102,8 +103,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     _reset_logging()
+    if not hasattr(config, "workerinput"):  # the workers of a parallel run share its folder
+        cache = tempfile.TemporaryDirectory(prefix="baton-tests-")
+        config.add_cleanup(cache.cleanup)
+        # Packed weights of models that tests build are of no use to the user who runs them.
+        os.environ["XDG_CACHE_HOME"] = cache.name
 
 
 def pytest_runtest_teardown() -> None:

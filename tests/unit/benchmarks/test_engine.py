@@ -12,7 +12,7 @@ from benchmarks import engine
 from benchmarks.__main__ import make_parser
 from benchmarks.clusters.llama_folders import LLAMA_TINY, write_llama_folder
 from benchmarks.cpu.engine_worker import DecodeCase, EngineCase, EngineVariant, PrefillCase
-from benchmarks.cpu.rates import CpuRates, RateSizes
+from benchmarks.cpu.rates import CpuRates, RateSizes, allocate_memory
 from benchmarks.cpu.shapes import SHAPES, open_model
 
 BF16 = EngineVariant("native", "bfloat16", "none")
@@ -100,6 +100,19 @@ def test_variants_are_compared_sample_by_sample() -> None:
         "engine/native/bf16/decode_4_of_torch": pytest.approx(3.0),
         "engine/native/int8/decode_4_of_bf16": pytest.approx(2.0),
     }
+
+
+def test_the_memory_that_is_read_may_lie_in_huge_pages() -> None:
+    """Systems grant few of them to shared memory, which would be read at a lower rate."""
+    memory = allocate_memory(4 << 20)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    for line in lines:
+        span, permissions = line.split()[:2]
+        start, end = (int(address, 16) for address in span.split("-"))
+        if start <= memory.data_ptr() < end:
+            assert permissions == "rw-p"
+            return
+    pytest.fail("the memory is not mapped")
 
 
 def test_rates_are_medians_of_the_samples() -> None:
