@@ -345,8 +345,9 @@ static void attend(KvnContext& context, int layer, const QueryTiles& queries, bo
                    int member) {
   const int64_t kv_heads = context.model.kv_heads;
   char* scratch = context.scratch_of(member);
-  context.team->share_tasks(member, queries.count * kv_heads, [&](int64_t task) {
-    // The last tiles of a prompt see the most keys: they come first.
+  // The last tiles of a prompt see the most keys: they come first.
+  constexpr auto kOrder = kvn::TaskOrder::kInterleaved;
+  context.team->share_tasks<kOrder>(member, queries.count * kv_heads, [&](int64_t task) {
     const int64_t index = queries.count - 1 - task / kv_heads;
     const QueryTile& tile = queries.tiles[index];
     attend_tile<Dot>(context, layer, task % kv_heads, tile, is_sampled ? index : tile.first_row,

@@ -37,11 +37,6 @@ const uint32_t* word_of(const std::atomic<uint32_t>& number) {
   return reinterpret_cast<const uint32_t*>(&number);
 }
 
-const uint32_t* stage_word_of(const std::atomic<uint64_t>& next_task) {
-  const int upper_half = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? 1 : 0;
-  return reinterpret_cast<const uint32_t*>(&next_task) + upper_half;
-}
-
 // Wait until load() differs from `value`. It reads `word`, on which the thread sleeps in the end.
 template <class Load>
 void wait_for_change(Load&& load, const uint32_t* word, uint32_t value, int spins,
@@ -72,7 +67,7 @@ ThreadTeam* ThreadTeam::create(int size) {
   team->members_ = static_cast<Member*>(memory);
   for (int number = 0; is_complete && number < size; ++number) {
     Member& member = team->members_[number];
-    member = {team, 0, number, 0};
+    new (&member) Member{team, 0, number, 0};
     if (number == 0) continue;
     is_complete = pthread_create(&member.thread, nullptr, run_member, &member) == 0;
     team->started_ += is_complete;
@@ -150,12 +145,14 @@ void ThreadTeam::end_stage(int member, int64_t finished, int64_t count) {
   const uint32_t stage = members_[member].stage++;
   if (finished > 0 && num_finished_.fetch_add(finished) + finished == count) {
     num_finished_.store(0, std::memory_order_relaxed);
-    next_task_.store(static_cast<uint64_t>(stage + 1) << 32);
-    wake_sleeping(stage_word_of(next_task_), sleeping_on_stage_);
+    for (int part = 0; part < size_; ++part)
+      members_[part].next_task.store(static_cast<uint64_t>(stage + 1) << 32);
+    stage_.store(stage + 1);
+    wake_sleeping(word_of(stage_), sleeping_on_stage_);
     return;
   }
-  wait_for_change([this] { return static_cast<uint32_t>(next_task_.load() >> 32); },
-                  stage_word_of(next_task_), stage, kStageSpins, sleeping_on_stage_);
+  wait_for_change([this] { return stage_.load(); }, word_of(stage_), stage, kStageSpins,
+                  sleeping_on_stage_);
 }
 
 }  // namespace kvn

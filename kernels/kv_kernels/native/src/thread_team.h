@@ -3,6 +3,8 @@
 // The function runs on all members at once, and all of them go through the same stages. A stage
 // ends when its tasks are done. Nobody waits for a member that has none of them: another process may
 // hold its core. A member that comes late finds no task in stages that have ended, and catches up.
+//
+// Each member has a part of a stage's tasks, and takes those of the others when it has done its own.
 #pragma once
 
 #include <stdint.h>
@@ -10,6 +12,14 @@
 #include <atomic>
 
 namespace kvn {
+
+// Which tasks are a member's part.
+enum class TaskOrder {
+  // Consecutive ones: what a task fetches beyond the end of its memory is of the member's next task.
+  kConsecutive,
+  // One in `size`: where the first tasks take the longest, all parts do.
+  kInterleaved,
+};
 
 class ThreadTeam {
  public:
@@ -25,16 +35,23 @@ class ThreadTeam {
   // and no member uses the argument.
   void run(Job job, void* argument);
 
-  // One stage: body(task) for each task from 0 to count - 1, by whoever asks first. Returns when
-  // all have returned. All members must call it with the same count, and between two stages read
-  // only what does not change during the job.
-  template <class Body>
+  // One stage: body(task) for each task from 0 to count - 1, on the member that takes it. Returns
+  // when all have returned. All members must call it with the same count, and between two stages
+  // read only what does not change during the job.
+  template <TaskOrder kOrder = TaskOrder::kConsecutive, class Body>
   __attribute__((always_inline)) void share_tasks(int member, int64_t count, Body&& body) {
     if (count <= 0) return;
+    const uint64_t stage = members_[member].stage;
+    const int64_t each = count / size_, more = count % size_;
     int64_t finished = 0;
-    for (int64_t task = take_task(member, count); task >= 0; task = take_task(member, count)) {
-      body(task);
-      ++finished;
+    for (int turn = 0; turn < size_; ++turn) {
+      const int part = member + turn < size_ ? member + turn : member + turn - size_;
+      const int64_t size = each + (part < more), begin = each * part + (part < more ? part : more);
+      std::atomic<uint64_t>& next = members_[part].next_task;
+      for (int64_t i = take_task(next, stage, size); i >= 0; i = take_task(next, stage, size)) {
+        body(kOrder == TaskOrder::kInterleaved ? i * size_ + part : begin + i);
+        ++finished;
+      }
     }
     end_stage(member, finished, count);
   }
@@ -44,7 +61,8 @@ class ThreadTeam {
     ThreadTeam* team;
     unsigned long thread;
     int number;
-    uint32_t stage;  // that the member has come to
+    uint32_t stage;                      // that the member has come to
+    std::atomic<uint64_t> next_task{0};  // of its part: stage << 32 | number in the part
   };
 
   ThreadTeam() = default;
@@ -55,13 +73,13 @@ class ThreadTeam {
   void close_job();
   void end_stage(int member, int64_t finished, int64_t count);
 
-  // The next task of the member's stage; -1 if there is none.
-  __attribute__((always_inline)) int64_t take_task(int member, int64_t count) {
-    const uint64_t stage = members_[member].stage;
-    uint64_t next = next_task_.load(std::memory_order_acquire);
+  // The next task of a part of `size`, as its number in the part; -1 if there is none.
+  static __attribute__((always_inline)) int64_t take_task(std::atomic<uint64_t>& next_task,
+                                                          uint64_t stage, int64_t size) {
+    uint64_t next = next_task.load(std::memory_order_acquire);
     do {
-      if (next >> 32 != stage || static_cast<int64_t>(next & UINT32_MAX) >= count) return -1;
-    } while (!next_task_.compare_exchange_weak(next, next + 1, std::memory_order_acq_rel));
+      if (next >> 32 != stage || static_cast<int64_t>(next & UINT32_MAX) >= size) return -1;
+    } while (!next_task.compare_exchange_weak(next, next + 1, std::memory_order_acq_rel));
     return static_cast<int64_t>(next & UINT32_MAX);
   }
 
@@ -74,7 +92,7 @@ class ThreadTeam {
   std::atomic<bool> stopping_{false};
   alignas(64) std::atomic<uint32_t> job_number_{0};
   alignas(64) std::atomic<uint32_t> gate_{0};  // members in the job; kClosed if none may enter
-  alignas(64) std::atomic<uint64_t> next_task_{0};     // stage << 32 | task
+  alignas(64) std::atomic<uint32_t> stage_{0};  // whose tasks may be taken
   alignas(64) std::atomic<int64_t> num_finished_{0};  // tasks of the stage
   alignas(64) std::atomic<int> sleeping_on_stage_{0};
   std::atomic<int> sleeping_on_job_{0};

@@ -3,9 +3,11 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <vector>
 
 #include "check.h"
 
@@ -30,6 +32,33 @@ uint32_t mix(uint32_t value) {
 void come_late(const Work& work, int member, int stage) {
   const uint32_t drawn = mix(work.seed * 977 + static_cast<uint32_t>(member * 31 + stage));
   if (work.late_member == member || (work.late_member < 0 && drawn % 8 == 0)) usleep(drawn % 300);
+}
+
+// What member 0 does while the others are held up.
+template <kvn::TaskOrder kOrder>
+struct HeldUp {
+  kvn::ThreadTeam* team;
+  int64_t count;
+  std::atomic<bool> is_done{false};
+  std::vector<int64_t> tasks;
+
+  static void run(void* argument, int member) {
+    HeldUp& work = *static_cast<HeldUp*>(argument);
+    while (member != 0 && !work.is_done) usleep(10);
+    work.team->share_tasks<kOrder>(member, work.count, [&](int64_t task) {
+      CHECK(member == 0);
+      work.tasks.push_back(task);
+    });
+    if (member == 0) work.is_done = true;
+  }
+};
+
+template <kvn::TaskOrder kOrder>
+std::vector<int64_t> list_tasks_of_first(int size, int64_t count) {
+  std::unique_ptr<kvn::ThreadTeam> team(kvn::ThreadTeam::create(size));
+  HeldUp<kOrder> work{team.get(), count, {}, {}};
+  team->run(HeldUp<kOrder>::run, &work);
+  return work.tasks;
 }
 
 // Each task of a stage adds up what all tasks of the stage before have written.
@@ -78,6 +107,17 @@ TEST(every_task_is_done_once_and_in_its_stage) {
       for (int late_member = -1; late_member < 2; ++late_member)
         check_same(do_work(team.get(), seed, late_member), do_work(alone.get(), seed, -2));
   }
+}
+
+TEST(a_member_does_its_own_part_and_then_those_of_the_others) {
+  using List = std::vector<int64_t>;
+  constexpr auto kConsecutive = kvn::TaskOrder::kConsecutive;
+  constexpr auto kInterleaved = kvn::TaskOrder::kInterleaved;
+  CHECK((list_tasks_of_first<kConsecutive>(2, 5) == List{0, 1, 2, 3, 4}));
+  CHECK((list_tasks_of_first<kInterleaved>(2, 5) == List{0, 2, 4, 1, 3}));
+  CHECK((list_tasks_of_first<kConsecutive>(3, 8) == List{0, 1, 2, 3, 4, 5, 6, 7}));
+  CHECK((list_tasks_of_first<kInterleaved>(3, 8) == List{0, 3, 6, 1, 4, 7, 2, 5}));
+  CHECK((list_tasks_of_first<kInterleaved>(3, 2) == List{0, 1}));
 }
 
 TEST(jobs_without_tasks_and_without_pauses) {
