@@ -106,7 +106,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_configure(config: pytest.Config) -> None:
     _reset_logging()
     if not hasattr(config, "workerinput"):  # the workers of a parallel run share its folder
-        cache = tempfile.TemporaryDirectory(prefix="baton-tests-")
+        cache = tempfile.TemporaryDirectory(prefix="baton-tests-", ignore_cleanup_errors=True)
         config.add_cleanup(cache.cleanup)
         # Packed weights of models that tests build are of no use to the user who runs them.
         os.environ["XDG_CACHE_HOME"] = cache.name

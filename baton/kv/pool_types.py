@@ -23,7 +23,7 @@ class PoolHit:
     blocks: tuple[BlockIndex, ...]  # full blocks 0, 1, ... of the chain, as global indices
     # The block that continues the chain, and how many of its first tokens match.
     partial_block: tuple[BlockIndex, int] | None = None
-    remote_blocks: int = 0  # the last so many blocks were fetched from another host for this hit
+    remote_blocks: int = 0  # how many of `blocks` were fetched from another host for this look-up
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,8 @@ void ThreadTeam::end_stage(int member, int64_t finished, int64_t count) {
   if (finished > 0 && num_finished_.fetch_add(finished) + finished == count) {
     num_finished_.store(0, std::memory_order_relaxed);
     for (int part = 0; part < size_; ++part)
-      members_[part].next_task.store(static_cast<uint64_t>(stage + 1) << 32);
+      members_[part].next_task.store(static_cast<uint64_t>(stage + 1) << 32,
+                                     std::memory_order_release);
     stage_.store(stage + 1);
     wake_sleeping(word_of(stage_), sleeping_on_stage_);
     return;

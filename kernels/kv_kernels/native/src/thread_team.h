@@ -47,6 +47,7 @@ class ThreadTeam {
     for (int turn = 0; turn < size_; ++turn) {
       const int part = member + turn < size_ ? member + turn : member + turn - size_;
       const int64_t size = each + (part < more), begin = each * part + (part < more ? part : more);
+      if (size == 0) continue;
       std::atomic<uint64_t>& next = members_[part].next_task;
       for (int64_t i = take_task(next, stage, size); i >= 0; i = take_task(next, stage, size)) {
         body(kOrder == TaskOrder::kInterleaved ? i * size_ + part : begin + i);

@@ -66,7 +66,7 @@ void add_up(void* argument, int member) {
   Work& work = *static_cast<Work*>(argument);
   for (int stage = 0; stage < kStages; ++stage) {
     come_late(work, member, stage);
-    work.team->share_tasks(member, stage % 3 ? kTasks : 1, [&](int64_t task) {
+    const auto add_up_task = [&](int64_t task) {
       come_late(work, member, stage + 100);
       int64_t sum = 0;
       for (int64_t before : work.sums[stage]) sum += before;
@@ -77,7 +77,13 @@ void add_up(void* argument, int member) {
         for (int place = 0; place < kTasks; ++place)
           work.sums[stage + 1][place] = sum % 10007 + place;
       }
-    });
+    };
+    const int64_t count = stage % 3 ? kTasks : 1;
+    if (stage % 2) {
+      work.team->share_tasks<kvn::TaskOrder::kInterleaved>(member, count, add_up_task);
+    } else {
+      work.team->share_tasks(member, count, add_up_task);
+    }
   }
 }
 
