@@ -105,10 +105,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_configure(config: pytest.Config) -> None:
     _reset_logging()
-    if not hasattr(config, "workerinput"):  # the workers of a parallel run share its folder
+    if not hasattr(config, "workerinput"):  # xdist workers inherit the folder
         cache = tempfile.TemporaryDirectory(prefix="baton-tests-", ignore_cleanup_errors=True)
         config.add_cleanup(cache.cleanup)
-        # Packed weights of models that tests build are of no use to the user who runs them.
+        # Keeps packed weights of test models out of the user's ~/.cache/baton.
         os.environ["XDG_CACHE_HOME"] = cache.name
 
 

@@ -53,7 +53,7 @@ class MemoryReader:
     """
 
     def __init__(self, threads: int, total_bytes: int) -> None:
-        areas = [allocate_memory(total_bytes // threads) for _ in range(threads)]
+        areas = [allocate_huge_page_buffer(total_bytes // threads) for _ in range(threads)]
         self._reads = [_plan_read(area) for area in areas]
         self._bytes = sum(area.nbytes for area in areas)
 
@@ -83,9 +83,9 @@ def describe_reading() -> str:
     return "by torch.dot, which is slower than what is possible"
 
 
-def allocate_memory(size: int) -> torch.Tensor:
+def allocate_huge_page_buffer(size: int) -> torch.Tensor:
     """Return written memory, in huge pages where that is possible."""
-    # Private: systems rarely grant huge pages to memory that processes may share.
+    # Linux rarely backs shared anonymous memory, which is mmap's default, with huge pages.
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     area = mmap.mmap(-1, size // _HUGE_PAGE * _HUGE_PAGE, flags=private)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -115,7 +115,7 @@ def test_lookup_older_than_a_publication_is_repeated(host: InProcessHost) -> Non
 
 
 def test_repeated_lookup_keeps_the_count_of_remote_blocks(host: InProcessHost) -> None:
-    """The blocks that were fetched for the first look-up are in memory at the second."""
+    """The first look-up fetched blocks from another host's pool; the second finds them here."""
     node = host.prefill[0]
     assert node.pool_client is not None
     other = make_work((*PROMPT[:48], 5), request="a", max_tokens=1)

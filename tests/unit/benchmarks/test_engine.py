@@ -12,7 +12,7 @@ from benchmarks import engine
 from benchmarks.__main__ import make_parser
 from benchmarks.clusters.llama_folders import LLAMA_TINY, write_llama_folder
 from benchmarks.cpu.engine_worker import DecodeCase, EngineCase, EngineVariant, PrefillCase
-from benchmarks.cpu.rates import CpuRates, RateSizes, allocate_memory
+from benchmarks.cpu.rates import CpuRates, RateSizes, allocate_huge_page_buffer
 from benchmarks.cpu.shapes import SHAPES, open_model
 
 BF16 = EngineVariant("native", "bfloat16", "none")
@@ -102,9 +102,9 @@ def test_variants_are_compared_sample_by_sample() -> None:
     }
 
 
-def test_the_memory_that_is_read_may_lie_in_huge_pages() -> None:
-    """Systems grant few of them to shared memory, which would be read at a lower rate."""
-    memory = allocate_memory(4 << 20)
+def test_read_buffer_is_private_memory() -> None:
+    """Linux rarely backs shared memory with huge pages, and small pages are read more slowly."""
+    memory = allocate_huge_page_buffer(4 << 20)
     lines = Path("/proc/self/maps").read_text().splitlines()
     for line in lines:
         span, permissions = line.split()[:2]

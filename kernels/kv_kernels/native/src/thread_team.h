@@ -15,9 +15,9 @@ namespace kvn {
 
 // Which tasks are a member's part.
 enum class TaskOrder {
-  // Consecutive ones: what a task fetches beyond the end of its memory is of the member's next task.
+  // Consecutive tasks: what a task prefetches past its end is read by the member's next task.
   kConsecutive,
-  // One in `size`: where the first tasks take the longest, all parts do.
+  // Every size()-th task: where long tasks come first, each member gets some of them.
   kInterleaved,
 };
 
