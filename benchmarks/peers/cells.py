@@ -3,14 +3,15 @@
 import random
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.load.measurement import RequestMeasurement
 from benchmarks.load.request_plan import PlannedRequest
 
 _FEWEST_REQUESTS = 6
-_WAVES = 5  # requests of each client
+_WAVES = 8  # requests of each client, so that the last ones, which end apart, count little
+_MOST_WAVE_REQUESTS = 80  # of all clients
 _LONGS_PER_CELL = 4  # at least, in a workload that has long prompts
 
 
@@ -51,7 +52,8 @@ class PeerCell:
     def num_requests(self) -> int:
         return max(
             _FEWEST_REQUESTS,
-            _WAVES * self.concurrency,
+            min(_WAVES * self.concurrency, _MOST_WAVE_REQUESTS),
+            self.concurrency,
             _LONGS_PER_CELL * self.workload.long_every,
         )
 
@@ -130,7 +132,7 @@ def _compute_tpot(measurement: RequestMeasurement) -> float:
 class CellMedians:
     """The figures of a cell over its rounds."""
 
-    rounds: tuple[CellFigures, ...]
+    rounds: Mapping[int, CellFigures]  # by the number of the round
     disturbed: int  # rounds that other processes disturbed in every attempt
 
     def median(self, figure: str) -> float:
@@ -140,9 +142,20 @@ class CellMedians:
         values = self._list_values(figure)
         return min(values), max(values)
 
+    def median_ratio(self, other: "CellMedians", figure: str) -> float | None:
+        """The median of the ratios of the rounds, which are measured close to each other in time.
+
+        None if there is no round of both.
+        """
+        ratios = [
+            getattr(self.rounds[number], figure) / getattr(other.rounds[number], figure)
+            for number in self.rounds.keys() & other.rounds.keys()
+        ]
+        return statistics.median(ratios) if ratios else None
+
     def _list_values(self, figure: str) -> list[float]:
-        return [getattr(one, figure) for one in self.rounds]
+        return [getattr(one, figure) for one in self.rounds.values()]
 
     @property
     def errors(self) -> Counter[str]:
-        return sum((one.errors for one in self.rounds), Counter())
+        return sum((one.errors for one in self.rounds.values()), Counter())

@@ -55,15 +55,15 @@ def _describe_rounds(medians: CellMedians, figure: str, scale: float) -> str:
 
 
 def _ratio_rows(results: Results, name: str, peer: str, command: str) -> Iterator[ResultRow]:
-    """Medians of a system over those of a peer. Of latencies, less is better."""
+    """Figures of a system over those of a peer. Of latencies, less is better."""
     if name == peer or peer not in results:
         return
     for cell, medians in results[name].items():
         if (other := results[peer].get(cell)) is None:
             continue
         for row, figure in _COMPARED:
-            ratio = medians.median(figure) / other.median(figure)
-            yield make_row(f"serve/{name}/{cell.name}/{row}_of_{peer}", ratio, "x", command)
+            if (ratio := medians.median_ratio(other, figure)) is not None:
+                yield make_row(f"serve/{name}/{cell.name}/{row}_of_{peer}", ratio, "x", command)
 
 
 def make_tables(results: Results, peers: Iterable[str]) -> Iterator[Table]:
@@ -86,7 +86,6 @@ def make_tables(results: Results, peers: Iterable[str]) -> Iterator[Table]:
 def _format_ratios(medians: CellMedians, peer: CellMedians | None) -> str:
     if peer is None or medians is peer:
         return ""
-    tokens, gap = (
-        medians.median(figure) / peer.median(figure) for figure in (_TOKENS[1], "longest_gap")
-    )
-    return f"{tokens:.2f}, {gap:.3f}"
+    tokens = medians.median_ratio(peer, _TOKENS[1])
+    gap = medians.median_ratio(peer, "longest_gap")
+    return "" if tokens is None or gap is None else f"{tokens:.2f}, {gap:.3f}"

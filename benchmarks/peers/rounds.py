@@ -1,12 +1,14 @@
 """Measures every cell on every server, in turns, and repeats what other processes disturb."""
 
 import asyncio
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
 
+from benchmarks.cpu.rates import MemoryReader
 from benchmarks.load.completions_client import CompletionsClient
 from benchmarks.load.endpoint_model import fetch_model_name
 from benchmarks.load.http_stream import HttpError, parse_url
@@ -17,7 +19,8 @@ from benchmarks.peers.processes import OtherProcessLoad
 from benchmarks.peers.systems import PeerSystem, RunningSystem
 
 _QUIET_SAMPLE_SECONDS = 1.0
-_WARM_UP_REQUESTS = 2  # with the first lengths of each workload, at the beginning of a turn
+_WARM_UP_REQUESTS = 2  # with the first lengths of the workload, at the beginning of a turn
+_READ_PASSES = 3  # over memory, before and after a cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,18 @@ class RoundSettings:
     seed: str
 
 
+@dataclass(frozen=True, slots=True)
+class CellConditions:
+    """What the machine was like while a cell was measured."""
+
+    foreign_cores: float  # that other processes used
+    read_rate: float  # of memory by all cores before and after the cell, bytes per second
+
+    def __str__(self) -> str:
+        memory = f"memory {self.read_rate / 1e9:.0f} GB/s"
+        return f"{memory}, others used {self.foreign_cores:.2f} cores"
+
+
 @dataclass
 class PeerRounds:
     """Runs the rounds and collects their figures."""
@@ -41,43 +56,47 @@ class PeerRounds:
     settings: RoundSettings
     cells: Sequence[PeerCell]
     console: Console
-    _figures: dict[tuple[str, PeerCell], list[CellFigures]] = field(
-        default_factory=lambda: defaultdict(list)
+    memory: MemoryReader
+    _figures: dict[tuple[str, PeerCell], dict[int, CellFigures]] = field(
+        default_factory=lambda: defaultdict(dict)
     )
     _disturbed: dict[tuple[str, PeerCell], int] = field(default_factory=lambda: defaultdict(int))
     _missing: list[str] = field(default_factory=list)
 
     async def measure_all(self, systems: Sequence[PeerSystem]) -> None:
-        """Give every system a turn in every round; another one begins each time.
+        """Give every system a turn in every cell of a round; another one begins each round.
 
-        Raises ValueError if a server cannot be reached.
+        The turns of one cell follow each other, because the speed of memory may change within
+        minutes. Raises ValueError if a server cannot be reached.
         """
         for number in range(self.settings.rounds):
             offset = number % len(systems)
-            for system in [*systems[offset:], *systems[:offset]]:
-                async with system.run_exclusively() as running:
-                    await self._measure_turn(system.name, running, number)
+            for cell in self.cells:
+                for system in [*systems[offset:], *systems[:offset]]:
+                    async with system.run_exclusively() as running:
+                        await self._measure_turn(system.name, running, cell, number)
 
     def collect(self) -> dict[str, dict[PeerCell, CellMedians]]:
         """Return the medians of each system and cell that has figures."""
         found: dict[str, dict[PeerCell, CellMedians]] = defaultdict(dict)
         for (name, cell), figures in self._figures.items():
-            found[name][cell] = CellMedians(tuple(figures), self._disturbed[name, cell])
+            found[name][cell] = CellMedians(figures, self._disturbed[name, cell])
         return found
 
     def list_missing(self) -> list[str]:
         """Return the cells that have no figures in a round."""
         return self._missing
 
-    async def _measure_turn(self, name: str, running: RunningSystem, number: int) -> None:
+    async def _measure_turn(
+        self, name: str, running: RunningSystem, cell: PeerCell, number: int
+    ) -> None:
         client = await self._connect(name, running)
-        for workload in dict.fromkeys(cell.workload for cell in self.cells):
-            for count in range(_WARM_UP_REQUESTS):
-                salt = f"{self.settings.seed}/warm/{number}/{name}"
-                request = PlannedRequest(0.0, workload.prompt, workload.output, count, salt=salt)
-                await client.measure_request(request, 0.0)
-        for cell in self.cells:
-            await self._measure_cell(name, running, client, cell, number)
+        workload = cell.workload
+        for count in range(_WARM_UP_REQUESTS):
+            salt = f"{self.settings.seed}/warm/{number}/{cell.name}/{name}"
+            request = PlannedRequest(0.0, workload.prompt, workload.output, count, salt=salt)
+            await client.measure_request(request, 0.0)
+        await self._measure_cell(name, running, client, cell, number)
 
     async def _connect(self, name: str, running: RunningSystem) -> CompletionsClient:
         target = parse_url(running.url)
@@ -106,18 +125,24 @@ class PeerRounds:
             plan = cell.plan(f"{settings.seed}/{number}/{attempt}/{name}")
             foreign = OtherProcessLoad(running.roots)
             load = ClosedLoop(cell.concurrency)
+            rates = self._measure_read_rates()
             measurements = await run_load(client, load, plan, settings.cell_seconds)
             cores = foreign.measure_cores()
+            rates += self._measure_read_rates()
             figures = evaluate_cell(cell, measurements)
             is_disturbed = cores > settings.max_foreign_cores
-            self._report(name, cell, number, figures, cores, is_disturbed=is_disturbed)
+            conditions = CellConditions(cores, statistics.median(rates))
+            self._report(name, cell, number, figures, conditions, is_disturbed=is_disturbed)
             if not is_disturbed or attempt + 1 == settings.attempts:
                 self._disturbed[name, cell] += is_disturbed
                 if figures is None:
                     self._missing.append(f"{name} {cell.name}, round {number + 1}")
                 else:
-                    self._figures[name, cell].append(figures)
+                    self._figures[name, cell][number] = figures
                 return
+
+    def _measure_read_rates(self) -> list[float]:
+        return [self.memory.measure_rate() for _ in range(_READ_PASSES)]
 
     async def _wait_until_quiet(self, running: RunningSystem) -> None:
         samples = int(self.settings.quiet_seconds / _QUIET_SAMPLE_SECONDS)
@@ -133,11 +158,10 @@ class PeerRounds:
         cell: PeerCell,
         number: int,
         figures: CellFigures | None,
-        cores: float,
+        conditions: "CellConditions",
         *,
         is_disturbed: bool,
     ) -> None:
         rate = "no answers" if figures is None else f"{figures.tokens_per_second:.1f} tokens/s"
-        others = f"others used {cores:.2f} cores"
-        mark = f"DISTURBED, {others}" if is_disturbed else others
+        mark = f"DISTURBED, {conditions}" if is_disturbed else str(conditions)
         self.console.print(f"round {number + 1}: {name} {cell.name}: {rate}; {mark}", markup=False)

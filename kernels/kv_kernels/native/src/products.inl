@@ -5,9 +5,10 @@
 // a row's result does not depend on the other rows.
 
 // Bytes between the weights that are read and those that are fetched into the L2 cache meanwhile.
-// From there they are streamed into the L1 cache by the CPU itself. The more rows are multiplied,
-// the longer a line of weights is in use, and the fewer panels are read at once.
-static inline constexpr int64_t prefetch_bytes(int panels) { return panels >= 4 ? 1024 : 4096; }
+// From there they are streamed into the L1 cache by the CPU itself.
+static inline constexpr int64_t prefetch_bytes(int panels) {
+  return panels >= 4 ? 1024 : panels >= 2 ? 4096 : 8192;
+}
 
 // Rows are [R][row_stride], or as pack_rows has them.
 template <class Dot, int R, int C, bool kIsPacked>
@@ -53,11 +54,11 @@ using TileFunction = void (*)(const typename Dot::X*, ptrdiff_t, const typename 
 template <class Dot, int R>
 struct TileChooser {
   static TileFunction<Dot> single_pass(int rows) {
-    if (rows == R) return &multiply_tile<Dot, R, panels_at_once(R), false>;
+    if (rows == R) return &multiply_tile<Dot, R, choose_panels(R), false>;
     return TileChooser<Dot, R - 1>::single_pass(rows);
   }
   static TileFunction<Dot> packed(int rows) {
-    if (rows == R) return &multiply_tile<Dot, R, panels_at_once(R), true>;
+    if (rows == R) return &multiply_tile<Dot, R, choose_panels(R), true>;
     return TileChooser<Dot, R - 1>::packed(rows);
   }
   static TileFunction<Dot> blocked(int rows) {
@@ -107,7 +108,7 @@ struct VectorPlan {
   static VectorPlan unpacked(int64_t rows) {
     const int count = static_cast<int>(rows);
     if (rows <= kMaxSinglePassRows)
-      return {rows, ISA::panels_at_once(count), TileChooser<Dot, kMaxSinglePassRows>::single_pass(count),
+      return {rows, choose_panels(count), TileChooser<Dot, kMaxSinglePassRows>::single_pass(count),
               nullptr};
     return {kBlockedRows, kBlockedPanels, TileChooser<Dot, kBlockedRows>::blocked(kBlockedRows),
             TileChooser<Dot, kBlockedRows>::blocked(count % kBlockedRows)};
@@ -115,7 +116,7 @@ struct VectorPlan {
   // One pass over the weights for packed rows.
   static VectorPlan packed(int64_t rows) {
     const int count = static_cast<int>(rows);
-    return {rows, ISA::panels_at_once(count), TileChooser<Dot, kMaxPackedRows>::packed(count), nullptr};
+    return {rows, choose_panels(count), TileChooser<Dot, kMaxPackedRows>::packed(count), nullptr};
   }
 
   // Sums of `count` rows by `panels_at_once` panels.

@@ -271,6 +271,6 @@ constexpr int kBlockedRows = 4;
 constexpr int kBlockedPanels = 1;
 constexpr int kMaxTileSums = 8;
 constexpr int64_t kRowBlockBytes = 384 << 10;  // of the rows that stay in the L2 cache
-static inline constexpr int panels_at_once(int rows) { return rows <= 1 ? 2 : 1; }
+static inline constexpr int choose_panels(int rows) { return rows <= 1 ? 2 : 1; }
 
 }  // namespace avx2

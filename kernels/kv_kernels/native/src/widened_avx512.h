@@ -72,6 +72,6 @@ constexpr int kBlockedRows = 14;
 constexpr int kBlockedPanels = 2;
 constexpr int kMaxTileSums = 48;
 constexpr int64_t kRowBlockBytes = 768 << 10;  // rows are in float32
-static inline constexpr int panels_at_once(int rows) { return rows <= 7 ? 4 : rows <= 14 ? 2 : 1; }
+static inline constexpr int choose_panels(int rows) { return rows <= 7 ? 4 : rows <= 14 ? 2 : 1; }
 
 }  // namespace avx512_widened

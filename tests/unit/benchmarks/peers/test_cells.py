@@ -35,7 +35,7 @@ def measured(
 def test_default_cells() -> None:
     names = [cell.name for cell in parse_cells(DEFAULT_CELLS)]
     assert names == ["chat_c1", "chat_c4", "chat_c16", "mixed_c4"]
-    assert [cell.num_requests for cell in parse_cells(DEFAULT_CELLS)] == [6, 20, 80, 32]
+    assert [cell.num_requests for cell in parse_cells(DEFAULT_CELLS)] == [8, 32, 80, 32]
 
 
 def test_every_eighth_request_of_the_mix_is_long_and_prompts_are_new() -> None:
@@ -75,10 +75,10 @@ def test_latencies_are_of_short_requests_and_throughput_of_all() -> None:
 def medians(*values: float, errors: int = 0, disturbed: int = 0) -> CellMedians:
     """Rounds in which all figures have the same value."""
     return CellMedians(
-        tuple(
-            CellFigures(value, value, value, value, Counter({"timeout": errors}))
-            for value in values
-        ),
+        {
+            number: CellFigures(value, value, value, value, Counter({"timeout": errors}))
+            for number, value in enumerate(values)
+        },
         disturbed,
     )
 
@@ -86,7 +86,7 @@ def medians(*values: float, errors: int = 0, disturbed: int = 0) -> CellMedians:
 def test_rows_have_medians_their_range_and_ratios_to_the_peer() -> None:
     results = {
         "ours": {CHAT: medians(2.0, 9.0, 1.0, errors=1)},
-        "peer": {CHAT: medians(4.0, 4.0, 5.0, disturbed=2)},
+        "peer": {CHAT: medians(4.0, 4.0, 5.0, disturbed=2)},  # ratios 0.5, 2.25 and 0.2
     }
     rows = {row.name: row for row in to_rows(results, ["peer"], {"ours": [7.0, 5.0]}, "command")}
     tpot = rows["serve/ours/chat_c1/tpot"]
