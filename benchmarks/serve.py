@@ -7,9 +7,9 @@ client; unless the loop is closed, they count from the time at which a request w
 series of closed loops with growing concurrency, drawn as a picture.
 
 With --server and --baton, servers are compared instead: running ones, and clusters that are started
-with `baton up`'s settings. Each has a turn in every round, in which the others are paused or down,
-and plays the same cells with new prompts. A cell in which other processes use the CPUs is repeated.
-Figures are medians of the rounds, and ratios to the servers that --of names.
+with `baton up`'s settings. In every round each has a turn in every cell, in which the others are
+paused or down; prompts are new. A cell in which other processes use the CPUs is repeated. Figures
+are medians of the rounds, and so are their ratios to the servers that --of names.
 
 With --speculative, speculative decoding is compared with none.
 """

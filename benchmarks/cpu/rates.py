@@ -21,7 +21,7 @@ PRECISIONS = ("bfloat16", "int8", "float32")
 class RateSizes:
     """What the rates are measured with."""
 
-    read_bytes: int = 512 << 20  # of all threads: more than the CPU caches hold
+    read_bytes: int = 512 << 20  # of all threads: more than most CPU caches hold
     product_tokens: tuple[int, ...] = (512, 2048)
     square: int = 2048  # rows and columns of a weight that is measured beside those of the model
 
@@ -53,7 +53,8 @@ class MemoryReader:
     """
 
     def __init__(self, threads: int, total_bytes: int) -> None:
-        areas = [allocate_huge_page_buffer(total_bytes // threads) for _ in range(threads)]
+        each = max(total_bytes // threads, _HUGE_PAGE)
+        areas = [allocate_huge_page_buffer(each) for _ in range(threads)]
         self._reads = [_plan_read(area) for area in areas]
         self._bytes = sum(area.nbytes for area in areas)
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from benchmarks.load.measurement import RequestMeasurement
 from benchmarks.load.request_plan import PlannedRequest
 
-_FEWEST_REQUESTS = 6
-_WAVES = 8  # requests of each client, so that the last ones, which end apart, count little
-_MOST_WAVE_REQUESTS = 80  # of all clients
+# Requests of each client. The last ones, which end apart, count less among many; but a cell of many
+# clients lasts long.
+_WAVES, _WAVES_OF_MANY = 8, 5
+_MANY_REQUESTS = 80  # of all clients
 _LONGS_PER_CELL = 4  # at least, in a workload that has long prompts
 
 
@@ -51,9 +52,8 @@ class PeerCell:
     @property
     def num_requests(self) -> int:
         return max(
-            _FEWEST_REQUESTS,
-            min(_WAVES * self.concurrency, _MOST_WAVE_REQUESTS),
-            self.concurrency,
+            min(_WAVES * self.concurrency, _MANY_REQUESTS),
+            _WAVES_OF_MANY * self.concurrency,
             _LONGS_PER_CELL * self.workload.long_every,
         )
 
@@ -143,9 +143,9 @@ class CellMedians:
         return min(values), max(values)
 
     def median_ratio(self, other: "CellMedians", figure: str) -> float | None:
-        """The median of the ratios of the rounds, which are measured close to each other in time.
+        """The median of the ratios of the rounds that both have; None if there is none.
 
-        None if there is no round of both.
+        A round of both is measured within minutes, unlike other rounds.
         """
         ratios = [
             getattr(self.rounds[number], figure) / getattr(other.rounds[number], figure)

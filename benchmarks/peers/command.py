@@ -6,7 +6,7 @@ import secrets
 
 from rich.console import Console
 
-from benchmarks.cpu.rates import MemoryReader
+from benchmarks.cpu.rates import SIZES, MemoryReader
 from benchmarks.cpu.shapes import MODEL_HELP, open_model
 from benchmarks.figures.report import BenchmarkIncomplete, ResultRow
 from benchmarks.peers.cells import DEFAULT_CELLS, parse_cells
@@ -19,8 +19,6 @@ from benchmarks.peers.systems import (
     parse_servers,
     plan_baton,
 )
-
-_READ_BYTES = 256 << 20  # of memory that is read: more than the CPU caches hold
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +79,7 @@ async def compare_servers(
         peers = options.of or list(urls)
         if len(set(names)) < len(names) or not set(peers) <= set(names):
             raise ValueError(f"names must differ, and --of be one of {', '.join(names)}")
-        memory = MemoryReader(len(os.sched_getaffinity(0)), _READ_BYTES)
+        memory = MemoryReader(len(os.sched_getaffinity(0)), SIZES.read_bytes)
         rounds = PeerRounds(_read_settings(options, seed), cells, console, memory)
         await rounds.measure_all(systems)
     return _conclude(rounds, clusters, peers, console, command)

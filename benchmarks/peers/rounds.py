@@ -1,4 +1,4 @@
-"""Measures every cell on every server, in turns, and repeats what other processes disturb."""
+"""Measures all servers in turns, cell by cell, and repeats what other processes disturb."""
 
 import asyncio
 import statistics
@@ -15,7 +15,7 @@ from benchmarks.load.http_stream import HttpError, parse_url
 from benchmarks.load.request_plan import ClosedLoop, PlannedRequest
 from benchmarks.load.run_load import run_load
 from benchmarks.peers.cells import CellFigures, CellMedians, PeerCell, evaluate_cell
-from benchmarks.peers.processes import OtherProcessLoad
+from benchmarks.peers.processes import OtherProcessLoad, pause, resume
 from benchmarks.peers.systems import PeerSystem, RunningSystem
 
 _QUIET_SAMPLE_SECONDS = 1.0
@@ -42,11 +42,15 @@ class CellConditions:
     """What the machine was like while a cell was measured."""
 
     foreign_cores: float  # that other processes used
-    read_rate: float  # of memory by all cores before and after the cell, bytes per second
+    # Of memory by all cores before and after the cell, bytes per second; empty for a server
+    # elsewhere.
+    read_rates: Sequence[float]
 
     def __str__(self) -> str:
-        memory = f"memory {self.read_rate / 1e9:.0f} GB/s"
-        return f"{memory}, others used {self.foreign_cores:.2f} cores"
+        others = f"others used {self.foreign_cores:.2f} cores"
+        if not self.read_rates:
+            return others
+        return f"{others}, memory {statistics.median(self.read_rates) / 1e9:.0f} GB/s"
 
 
 @dataclass
@@ -80,7 +84,7 @@ class PeerRounds:
         """Return the medians of each system and cell that has figures."""
         found: dict[str, dict[PeerCell, CellMedians]] = defaultdict(dict)
         for (name, cell), figures in self._figures.items():
-            found[name][cell] = CellMedians(figures, self._disturbed[name, cell])
+            found[name][cell] = CellMedians(dict(figures), self._disturbed[name, cell])
         return found
 
     def list_missing(self) -> list[str]:
@@ -123,15 +127,15 @@ class PeerRounds:
         for attempt in range(settings.attempts):
             await self._wait_until_quiet(running)
             plan = cell.plan(f"{settings.seed}/{number}/{attempt}/{name}")
-            foreign = OtherProcessLoad(running.roots)
             load = ClosedLoop(cell.concurrency)
-            rates = self._measure_read_rates()
+            rates = self._measure_read_rates(running)
+            foreign = OtherProcessLoad(running.roots)
             measurements = await run_load(client, load, plan, settings.cell_seconds)
             cores = foreign.measure_cores()
-            rates += self._measure_read_rates()
+            rates += self._measure_read_rates(running)
             figures = evaluate_cell(cell, measurements)
             is_disturbed = cores > settings.max_foreign_cores
-            conditions = CellConditions(cores, statistics.median(rates))
+            conditions = CellConditions(cores, rates)
             self._report(name, cell, number, figures, conditions, is_disturbed=is_disturbed)
             if not is_disturbed or attempt + 1 == settings.attempts:
                 self._disturbed[name, cell] += is_disturbed
@@ -141,8 +145,15 @@ class PeerRounds:
                     self._figures[name, cell][number] = figures
                 return
 
-    def _measure_read_rates(self) -> list[float]:
-        return [self.memory.measure_rate() for _ in range(_READ_PASSES)]
+    def _measure_read_rates(self, running: RunningSystem) -> list[float]:
+        """Read memory while the server is stopped, because its threads may spin."""
+        if not running.roots:
+            return []
+        pause(running.roots)
+        try:
+            return [self.memory.measure_rate() for _ in range(_READ_PASSES)]
+        finally:
+            resume(running.roots)
 
     async def _wait_until_quiet(self, running: RunningSystem) -> None:
         samples = int(self.settings.quiet_seconds / _QUIET_SAMPLE_SECONDS)
@@ -158,7 +169,7 @@ class PeerRounds:
         cell: PeerCell,
         number: int,
         figures: CellFigures | None,
-        conditions: "CellConditions",
+        conditions: CellConditions,
         *,
         is_disturbed: bool,
     ) -> None:

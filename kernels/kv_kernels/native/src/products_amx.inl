@@ -180,6 +180,7 @@ struct TilePlan {
                      typename Dot::Out* sums, TileRegisters& registers) const {
     // Sums of int8 are exact in any order.
     constexpr int kMaxVectorRows = Dot::kStep == 4 ? 6 : 0;
+    static_assert(choose_panels(1) == 4 && choose_panels(6) == 4, "as unpacked() has it");
     if (are_rows_tiled) {
       (count > kTileRows ? multiply_in_tiles<Dot, 2, 2, true> : multiply_in_tiles<Dot, 1, 2, true>)(
           x, stride, panels, steps, count, sums, registers);

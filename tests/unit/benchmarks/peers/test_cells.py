@@ -36,6 +36,7 @@ def test_default_cells() -> None:
     names = [cell.name for cell in parse_cells(DEFAULT_CELLS)]
     assert names == ["chat_c1", "chat_c4", "chat_c16", "mixed_c4"]
     assert [cell.num_requests for cell in parse_cells(DEFAULT_CELLS)] == [8, 32, 80, 32]
+    assert [cell.num_requests for cell in parse_cells("chat:10,12,32;mixed:1")] == [80, 80, 160, 32]
 
 
 def test_every_eighth_request_of_the_mix_is_long_and_prompts_are_new() -> None:
@@ -72,12 +73,13 @@ def test_latencies_are_of_short_requests_and_throughput_of_all() -> None:
     assert evaluate_cell(MIXED, seen[3:]) is None
 
 
-def medians(*values: float, errors: int = 0, disturbed: int = 0) -> CellMedians:
-    """Rounds in which all figures have the same value."""
+def medians(*values: float | None, errors: int = 0, disturbed: int = 0) -> CellMedians:
+    """Rounds in which all figures have the same value; None is a round that has no figures."""
     return CellMedians(
         {
             number: CellFigures(value, value, value, value, Counter({"timeout": errors}))
             for number, value in enumerate(values)
+            if value is not None
         },
         disturbed,
     )
@@ -85,17 +87,29 @@ def medians(*values: float, errors: int = 0, disturbed: int = 0) -> CellMedians:
 
 def test_rows_have_medians_their_range_and_ratios_to_the_peer() -> None:
     results = {
-        "ours": {CHAT: medians(2.0, 9.0, 1.0, errors=1)},
-        "peer": {CHAT: medians(4.0, 4.0, 5.0, disturbed=2)},  # ratios 0.5, 2.25 and 0.2
+        "ours": {CHAT: medians(2.0, 9.0, 4.0, errors=1)},
+        "peer": {CHAT: medians(4.0, 3.0, 5.0, disturbed=2)},
     }
     rows = {row.name: row for row in to_rows(results, ["peer"], {"ours": [7.0, 5.0]}, "command")}
     tpot = rows["serve/ours/chat_c1/tpot"]
-    assert (tpot.value, tpot.unit) == (2000.0, "ms")
-    assert tpot.note == "3 rounds, 1,000 to 9,000; 3 timeout"
-    assert rows["serve/peer/chat_c1/tokens"].note == "3 rounds, 4 to 5; 2 of them disturbed"
+    assert (tpot.value, tpot.unit) == (4000.0, "ms")
+    assert tpot.note == "3 rounds, 2,000 to 9,000; 3 timeout"
+    assert rows["serve/peer/chat_c1/tokens"].note == "3 rounds, 3 to 5; 2 of them disturbed"
     for figure in ("ttft", "tpot", "longest_gap", "tokens"):
-        assert rows[f"serve/ours/chat_c1/{figure}_of_peer"].value == 0.5
+        ratio = rows[f"serve/ours/chat_c1/{figure}_of_peer"].value
+        assert ratio == 0.8, "the median of 0.5, 3 and 0.8, not the ratio of the medians"
     assert rows["serve/ours/start"].value == 5.0
     assert not [name for name in rows if "peer/chat_c1" in name and "_of_" in name]
     (table,) = make_tables(results, ["peer"])
     assert table.row_count == 2
+
+
+def test_ratios_are_of_rounds_that_both_have() -> None:
+    ours, peer = medians(None, 6.0, 8.0), medians(1.0, 2.0, None)
+    assert ours.median_ratio(peer, "tpot") == 3.0
+    missing = medians(None, None, 5.0)
+    assert missing.median_ratio(peer, "tpot") is None
+    results = {"ours": {CHAT: missing}, "peer": {CHAT: peer}}
+    assert not [row for row in to_rows(results, ["peer"], {}, "command") if "_of_" in row.name]
+    (table,) = make_tables(results, ["peer"])
+    assert list(table.columns[-1].cells) == ["", ""]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,8 @@ from rich.console import Console
 from baton.errors import ConfigError
 from benchmarks import serve
 from benchmarks.__main__ import make_parser
-from benchmarks.peers import processes, rounds, systems
+from benchmarks.peers import command, processes, rounds, systems
+from benchmarks.peers.cells import CellFigures, parse_cells
 from benchmarks.peers.processes import OtherProcessLoad, find_listener, list_tree
 from benchmarks.peers.systems import attach_servers, parse_servers, plan_baton
 
@@ -32,6 +34,27 @@ def server() -> Iterator[tuple[str, int]]:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{process.stdout.readline().strip()}", process.pid
         process.kill()
+
+
+class SteadyMemory:
+    """In place of a MemoryReader, which takes half a gigabyte."""
+
+    def __init__(self, threads: int, total_bytes: int) -> None:
+        assert min(threads, total_bytes) > 0
+
+    def measure_rate(self) -> float:
+        return 30e9
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "MemoryReader", SteadyMemory)
+
+
+def read_spread(note: str) -> list[float]:
+    """The least and the greatest value in the note of a row."""
+    words = note.partition(", ")[2].partition(";")[0].split(" to ")
+    return [float(word.replace(",", "")) for word in words]
 
 
 def parse(*words: str) -> Namespace:
@@ -60,9 +83,51 @@ def test_a_slice_of_the_comparison(server: tuple[str, int]) -> None:
                 assert rows[f"serve/{name}/{cell}/{figure}"].value > 0
                 assert rows[f"serve/{name}/{cell}/{figure}"].note.startswith("2 rounds, ")
     for figure in ("ttft", "tpot", "longest_gap", "tokens"):
-        assert rows[f"serve/one/chat_c2/{figure}_of_other"].value > 0
+        ratio = rows[f"serve/one/chat_c2/{figure}_of_other"].value
+        parts = [rows[f"serve/{name}/chat_c2/{figure}"].note for name in ("one", "other")]
+        (low, high), (other_low, other_high) = map(read_spread, parts)
+        assert low / other_high * 0.99 <= ratio <= high / other_low * 1.01
     assert not [name for name in rows if name.endswith("_of_one")]
     wait_for_continuation(pid)  # it runs again when all is over
+
+
+async def test_turns_of_a_cell_follow_each_other(
+    server: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server begins each round. A round without figures does not move later ones."""
+    turns: list[tuple[str, str, int]] = []
+
+    async def measure(
+        self: rounds.PeerRounds, name: str, running: Any, cell: Any, number: int
+    ) -> None:
+        turns.append((name, cell.name, number))
+        if (name, number) != ("other", 0):
+            self._figures[name, cell][number] = CellFigures(1.0, 1.0, 1.0, 1.0, Counter())
+
+    monkeypatch.setattr(rounds.PeerRounds, "_measure_turn", measure)
+    cells = parse_cells("chat:1,2")
+    settings = rounds.RoundSettings(2, 0.1, 1, 0.0, 9.0, 9.0, 500, "seed")
+    memory: Any = SteadyMemory(1, 1)
+    peer_rounds = rounds.PeerRounds(settings, cells, CONSOLE, memory)
+    with attach_servers(dict.fromkeys(("one", "other"), server[0])) as systems_found:
+        await peer_rounds.measure_all(systems_found)
+    assert turns == [
+        *(("one", "chat_c1", 0), ("other", "chat_c1", 0)),
+        *(("one", "chat_c2", 0), ("other", "chat_c2", 0)),
+        *(("other", "chat_c1", 1), ("one", "chat_c1", 1)),
+        *(("other", "chat_c2", 1), ("one", "chat_c2", 1)),
+    ]
+    collected = peer_rounds.collect()
+    assert {name: list(found[cells[0]].rounds) for name, found in collected.items()} == {
+        "one": [0, 1],
+        "other": [1],
+    }
+
+
+def test_a_line_has_the_conditions_of_the_cell() -> None:
+    conditions = rounds.CellConditions(0.034, [30e9, 42e9, 50e9])
+    assert str(conditions) == "others used 0.03 cores, memory 42 GB/s"
+    assert str(rounds.CellConditions(0.2, [])) == "others used 0.20 cores"
 
 
 async def test_a_server_is_paused_between_its_turns(server: tuple[str, int]) -> None:
