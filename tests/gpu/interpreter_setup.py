@@ -91,6 +91,28 @@ def _share_block_types() -> None:
     tl.block_type.__init__, tl.tensor.__init__ = init_type, init_tensor
 
 
+def multiply_rows_alike() -> None:
+    """Let a row of a product not depend on its place in the tile, as on a GPU.
+
+    The interpreter multiplies by numpy's BLAS, which sums some rows of a tile in another order than
+    others on some CPUs. einsum has one order for all.
+    """
+
+    def widen(operand: Any) -> Any:
+        if operand.dtype.primitive_bitwidth != 8 or not operand.dtype.is_floating():
+            return operand.data
+        bits = interpreter._convert_float(operand.data, operand.dtype, tl.float16, None)
+        return bits.view(np.float16)
+
+    def create_dot(
+        self: Any, a: Any, b: Any, d: Any, input_precision: object, max_imprecise: object
+    ) -> Any:
+        product = np.einsum("...ik,...kj->...ij", widen(a), widen(b), dtype=d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
 def prepare_interpreter() -> None:
     """Let torch cast to and from bf16 and e4m3, and leave out what takes time and has no effect.
 
