@@ -136,4 +136,4 @@ def measure_products(model: MeasuredModel, threads: int, sizes: RateSizes) -> di
 def measure_read_rate(threads: int, total_bytes: int) -> float:
     """Measure one pass over memory that is kept for the next call in this process."""
     _Process.reader = _Process.reader or MemoryReader(threads, total_bytes)
-    return _Process.reader.measure_rate()
+    return _Process.reader.measure_bandwidth()

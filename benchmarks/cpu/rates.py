@@ -58,7 +58,7 @@ class MemoryReader:
         self._reads = [_plan_read(area) for area in areas]
         self._bytes = sum(area.nbytes for area in areas)
 
-    def measure_rate(self) -> float:
+    def measure_bandwidth(self) -> float:
         """Return the bytes per second of one pass over the memory."""
         torch.set_num_threads(1)  # of each thread below
         ready, times = threading.Barrier(len(self._reads)), list[float]()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from benchmarks.load.measurement import RequestMeasurement
 from benchmarks.load.request_plan import PlannedRequest
 
-# Requests of each client. The last ones, which end apart, count less among many; but a cell of many
-# clients lasts long.
+# Requests of each client. At the end of a cell fewer clients than its concurrency are left, which
+# counts less the more requests there are. Cells of many clients have fewer, to end in time.
 _WAVES, _WAVES_OF_MANY = 8, 5
 _MANY_REQUESTS = 80  # of all clients
 _LONGS_PER_CELL = 4  # at least, in a workload that has long prompts
@@ -143,9 +143,10 @@ class CellMedians:
         return min(values), max(values)
 
     def median_ratio(self, other: "CellMedians", figure: str) -> float | None:
-        """The median of the ratios of the rounds that both have; None if there is none.
+        """Return the median over the rounds of this server's figure divided by the other's.
 
-        A round of both is measured within minutes, unlike other rounds.
+        Both figures of a round were measured within minutes of each other. Rounds that only one
+        server has do not count; None if they have none in common.
         """
         ratios = [
             getattr(self.rounds[number], figure) / getattr(other.rounds[number], figure)

@@ -55,7 +55,7 @@ def _describe_rounds(medians: CellMedians, figure: str, scale: float) -> str:
 
 
 def _ratio_rows(results: Results, name: str, peer: str, command: str) -> Iterator[ResultRow]:
-    """Figures of a system over those of a peer. Of latencies, less is better."""
+    """Yield each figure of a system divided by the peer's. Of latencies, less is better."""
     if name == peer or peer not in results:
         return
     for cell, medians in results[name].items():

@@ -1,4 +1,4 @@
-"""Measures all servers in turns, cell by cell, and repeats what other processes disturb."""
+"""Measures several servers in turn, cell by cell, and repeats cells that were disturbed."""
 
 import asyncio
 import statistics
@@ -38,19 +38,19 @@ class RoundSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class CellConditions:
-    """What the machine was like while a cell was measured."""
+class MachineState:
+    """CPU use by other processes during a cell, and memory bandwidth around it."""
 
     foreign_cores: float  # that other processes used
-    # Of memory by all cores before and after the cell, bytes per second; empty for a server
-    # elsewhere.
-    read_rates: Sequence[float]
+    # Of all cores, before and after the cell, in bytes per second. Empty if the server is on
+    # another machine.
+    read_bandwidths: Sequence[float]
 
     def __str__(self) -> str:
         others = f"others used {self.foreign_cores:.2f} cores"
-        if not self.read_rates:
+        if not self.read_bandwidths:
             return others
-        return f"{others}, memory {statistics.median(self.read_rates) / 1e9:.0f} GB/s"
+        return f"{others}, memory {statistics.median(self.read_bandwidths) / 1e9:.0f} GB/s"
 
 
 @dataclass
@@ -128,15 +128,15 @@ class PeerRounds:
             await self._wait_until_quiet(running)
             plan = cell.plan(f"{settings.seed}/{number}/{attempt}/{name}")
             load = ClosedLoop(cell.concurrency)
-            rates = self._measure_read_rates(running)
+            bandwidths = self._measure_read_bandwidth(running)
             foreign = OtherProcessLoad(running.roots)
             measurements = await run_load(client, load, plan, settings.cell_seconds)
             cores = foreign.measure_cores()
-            rates += self._measure_read_rates(running)
+            bandwidths += self._measure_read_bandwidth(running)
             figures = evaluate_cell(cell, measurements)
             is_disturbed = cores > settings.max_foreign_cores
-            conditions = CellConditions(cores, rates)
-            self._report(name, cell, number, figures, conditions, is_disturbed=is_disturbed)
+            state = MachineState(cores, bandwidths)
+            self._report(name, cell, number, figures, state, is_disturbed=is_disturbed)
             if not is_disturbed or attempt + 1 == settings.attempts:
                 self._disturbed[name, cell] += is_disturbed
                 if figures is None:
@@ -145,13 +145,13 @@ class PeerRounds:
                     self._figures[name, cell][number] = figures
                 return
 
-    def _measure_read_rates(self, running: RunningSystem) -> list[float]:
-        """Read memory while the server is stopped, because its threads may spin."""
+    def _measure_read_bandwidth(self, running: RunningSystem) -> list[float]:
+        """Measure with the server stopped, because threads of an idle server may spin."""
         if not running.roots:
             return []
         pause(running.roots)
         try:
-            return [self.memory.measure_rate() for _ in range(_READ_PASSES)]
+            return [self.memory.measure_bandwidth() for _ in range(_READ_PASSES)]
         finally:
             resume(running.roots)
 
@@ -169,10 +169,10 @@ class PeerRounds:
         cell: PeerCell,
         number: int,
         figures: CellFigures | None,
-        conditions: CellConditions,
+        state: MachineState,
         *,
         is_disturbed: bool,
     ) -> None:
         rate = "no answers" if figures is None else f"{figures.tokens_per_second:.1f} tokens/s"
-        mark = f"DISTURBED, {conditions}" if is_disturbed else str(conditions)
+        mark = f"DISTURBED, {state}" if is_disturbed else str(state)
         self.console.print(f"round {number + 1}: {name} {cell.name}: {rate}; {mark}", markup=False)

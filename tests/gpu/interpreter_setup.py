@@ -91,14 +91,15 @@ def _share_block_types() -> None:
     tl.block_type.__init__, tl.tensor.__init__ = init_type, init_tensor
 
 
-def multiply_rows_alike() -> None:
-    """Let a row of a product not depend on its place in the tile, as on a GPU.
+def make_dot_batch_invariant() -> None:
+    """Let tl.dot sum every row of a tile in the same order, as a GPU does.
 
-    The interpreter multiplies by numpy's BLAS, which sums some rows of a tile in another order than
-    others on some CPUs. einsum has one order for all.
+    The interpreter multiplies by numpy's BLAS, in which the order depends on a row's place in the
+    tile on some CPUs. einsum has one order for all rows.
     """
 
-    def widen(operand: Any) -> Any:
+    def convert_fp8(operand: Any) -> Any:
+        """The elements, those of an 8-bit float as float16, which holds them exactly."""
         if operand.dtype.primitive_bitwidth != 8 or not operand.dtype.is_floating():
             return operand.data
         bits = interpreter._convert_float(operand.data, operand.dtype, tl.float16, None)
@@ -107,7 +108,9 @@ def multiply_rows_alike() -> None:
     def create_dot(
         self: Any, a: Any, b: Any, d: Any, input_precision: object, max_imprecise: object
     ) -> Any:
-        product = np.einsum("...ik,...kj->...ij", widen(a), widen(b), dtype=d.data.dtype)
+        product = np.einsum(
+            "...ik,...kj->...ij", convert_fp8(a), convert_fp8(b), dtype=d.data.dtype
+        )
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot

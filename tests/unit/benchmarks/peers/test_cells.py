@@ -73,8 +73,8 @@ def test_latencies_are_of_short_requests_and_throughput_of_all() -> None:
     assert evaluate_cell(MIXED, seen[3:]) is None
 
 
-def medians(*values: float | None, errors: int = 0, disturbed: int = 0) -> CellMedians:
-    """Rounds in which all figures have the same value; None is a round that has no figures."""
+def make_medians(*values: float | None, errors: int = 0, disturbed: int = 0) -> CellMedians:
+    """One value for each round, which all of its figures have; None for a round without figures."""
     return CellMedians(
         {
             number: CellFigures(value, value, value, value, Counter({"timeout": errors}))
@@ -87,8 +87,8 @@ def medians(*values: float | None, errors: int = 0, disturbed: int = 0) -> CellM
 
 def test_rows_have_medians_their_range_and_ratios_to_the_peer() -> None:
     results = {
-        "ours": {CHAT: medians(2.0, 9.0, 4.0, errors=1)},
-        "peer": {CHAT: medians(4.0, 3.0, 5.0, disturbed=2)},
+        "ours": {CHAT: make_medians(2.0, 9.0, 4.0, errors=1)},
+        "peer": {CHAT: make_medians(4.0, 3.0, 5.0, disturbed=2)},
     }
     rows = {row.name: row for row in to_rows(results, ["peer"], {"ours": [7.0, 5.0]}, "command")}
     tpot = rows["serve/ours/chat_c1/tpot"]
@@ -105,9 +105,9 @@ def test_rows_have_medians_their_range_and_ratios_to_the_peer() -> None:
 
 
 def test_ratios_are_of_rounds_that_both_have() -> None:
-    ours, peer = medians(None, 6.0, 8.0), medians(1.0, 2.0, None)
+    ours, peer = make_medians(None, 6.0, 8.0), make_medians(1.0, 2.0, None)
     assert ours.median_ratio(peer, "tpot") == 3.0
-    missing = medians(None, None, 5.0)
+    missing = make_medians(None, None, 5.0)
     assert missing.median_ratio(peer, "tpot") is None
     results = {"ours": {CHAT: missing}, "peer": {CHAT: peer}}
     assert not [row for row in to_rows(results, ["peer"], {}, "command") if "_of_" in row.name]

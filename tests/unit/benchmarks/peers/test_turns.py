@@ -36,19 +36,19 @@ def server() -> Iterator[tuple[str, int]]:
         process.kill()
 
 
-class SteadyMemory:
-    """In place of a MemoryReader, which takes half a gigabyte."""
+class FakeMemoryReader:
+    """A MemoryReader that allocates nothing and always measures 30 GB/s."""
 
     def __init__(self, threads: int, total_bytes: int) -> None:
         assert min(threads, total_bytes) > 0
 
-    def measure_rate(self) -> float:
+    def measure_bandwidth(self) -> float:
         return 30e9
 
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "MemoryReader", SteadyMemory)
+    monkeypatch.setattr(command, "MemoryReader", FakeMemoryReader)
 
 
 def read_spread(note: str) -> list[float]:
@@ -97,17 +97,17 @@ async def test_turns_of_a_cell_follow_each_other(
     """Another server begins each round. A round without figures does not move later ones."""
     turns: list[tuple[str, str, int]] = []
 
-    async def measure(
+    async def record_turn(
         self: rounds.PeerRounds, name: str, running: Any, cell: Any, number: int
     ) -> None:
         turns.append((name, cell.name, number))
         if (name, number) != ("other", 0):
             self._figures[name, cell][number] = CellFigures(1.0, 1.0, 1.0, 1.0, Counter())
 
-    monkeypatch.setattr(rounds.PeerRounds, "_measure_turn", measure)
+    monkeypatch.setattr(rounds.PeerRounds, "_measure_turn", record_turn)
     cells = parse_cells("chat:1,2")
     settings = rounds.RoundSettings(2, 0.1, 1, 0.0, 9.0, 9.0, 500, "seed")
-    memory: Any = SteadyMemory(1, 1)
+    memory: Any = FakeMemoryReader(1, 1)
     peer_rounds = rounds.PeerRounds(settings, cells, CONSOLE, memory)
     with attach_servers(dict.fromkeys(("one", "other"), server[0])) as systems_found:
         await peer_rounds.measure_all(systems_found)
@@ -124,10 +124,30 @@ async def test_turns_of_a_cell_follow_each_other(
     }
 
 
-def test_a_line_has_the_conditions_of_the_cell() -> None:
-    conditions = rounds.CellConditions(0.034, [30e9, 42e9, 50e9])
-    assert str(conditions) == "others used 0.03 cores, memory 42 GB/s"
-    assert str(rounds.CellConditions(0.2, [])) == "others used 0.20 cores"
+def test_a_line_has_the_state_of_the_machine() -> None:
+    state = rounds.MachineState(0.034, [30e9, 42e9, 50e9])
+    assert str(state) == "others used 0.03 cores, memory 42 GB/s"
+    assert str(rounds.MachineState(0.2, [])) == "others used 0.20 cores"
+
+
+def test_memory_is_read_while_the_server_is_stopped(
+    server: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = 0
+
+    def read_memory(reader: FakeMemoryReader) -> float:
+        nonlocal reads
+        if reads % 3 == 0:  # the first pass of three
+            wait_for_pause(server[1])
+        reads += 1
+        return 30e9
+
+    monkeypatch.setattr(FakeMemoryReader, "measure_bandwidth", read_memory)
+    monkeypatch.setattr(systems, "pause", lambda roots: None)  # only for this measurement
+    words = [f"--server=peer={server[0]}", "--cells=chat:1", "--rounds=1", "--quiet=0"]
+    rows = serve.main(parse(*words, "--attempts=1"), CONSOLE, "some command")
+    assert rows[0].value > 0, "it answered, so that it ran again after the first passes"
+    assert reads == 6
 
 
 async def test_a_server_is_paused_between_its_turns(server: tuple[str, int]) -> None:

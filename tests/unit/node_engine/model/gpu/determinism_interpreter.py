@@ -33,7 +33,7 @@ from tests.gpu.determinism import (
     run_in_batch,
 )
 from tests.gpu.engine_comparisons import bind_engine, generate_in_chunks
-from tests.gpu.interpreter_setup import multiply_rows_alike, prepare_interpreter
+from tests.gpu.interpreter_setup import make_dot_batch_invariant, prepare_interpreter
 from tests.unit.node_engine.model.gpu.engine_interpreter import capture_layers
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def build_engine(
 
 def main() -> None:
     prepare_interpreter()
-    multiply_rows_alike()
+    make_dot_batch_invariant()
     torch.set_num_threads(1)
     asked = json.load(sys.stdin)
     folder = Path(asked["folder"])
