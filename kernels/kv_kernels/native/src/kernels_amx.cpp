@@ -6,7 +6,7 @@
 
 namespace amx {
 using namespace avx512;
-constexpr int kMaxTileSums = 64;  // rows times panels
+constexpr int kMaxTileSums = 128;  // rows times panels; two panels of 64 rows
 // In place of avx512's. TilePlan relies on 4 panels for the rows that vectors multiply.
 static inline constexpr int choose_panels(int rows) { return rows <= 6 ? 4 : rows <= 12 ? 2 : 1; }
 #include "products.inl"

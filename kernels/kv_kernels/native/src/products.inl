@@ -86,6 +86,11 @@ struct Tile {
   }
 };
 
+// Rows that are multiplied by the same panels in several passes, some rows in each.
+struct RowPass {
+  int64_t index, count;
+};
+
 // How some number of rows is multiplied by vector instructions.
 template <class Dot>
 struct VectorPlan {
@@ -122,7 +127,7 @@ struct VectorPlan {
   // Sums of `count` rows by `panels_at_once` panels.
   void multiply_rows(const typename Dot::X* x, ptrdiff_t stride,
                      const typename Dot::W* const* panels, int64_t steps, int count,
-                     typename Dot::Out* sums, Registers&) const {
+                     typename Dot::Out* sums, Registers&, const RowPass&) const {
     (count == rows_at_once ? whole : last)(x, stride, panels, steps, sums);
   }
 };
@@ -142,18 +147,19 @@ static void multiply(const Plan& plan, const typename Dot::X* x, ptrdiff_t strid
                      typename Plan::Registers& registers, UseTile&& use_tile) {
   alignas(64) typename Dot::Out sums[kMaxTileSums * 16];
   const int at_once = plan.panels_at_once, per_tile = at_once < 2 ? 2 : at_once;
+  const int64_t passes = kvn::divide_up(rows, plan.rows_at_once);
   for (int64_t panel = 0; panel < num_panels; panel += per_tile) {
     const typename Dot::W* panels[4];
     const int64_t left = num_panels - panel;
     for (int c = 0; c < per_tile; ++c)
       panels[c] = weights + (c < left ? panel + c : num_panels - 1) * panel_stride;
-    for (int64_t row = 0; row < rows; row += plan.rows_at_once) {
-      const int64_t rows_left = rows - row;
+    for (int64_t pass = 0; pass < passes; ++pass) {
+      const int64_t row = pass * plan.rows_at_once, rows_left = rows - row;
       const int count =
           static_cast<int>(rows_left < plan.rows_at_once ? rows_left : plan.rows_at_once);
       for (int c = 0; c < per_tile; c += at_once)
         plan.multiply_rows(x + row * stride, stride, panels + c, steps, count,
-                           sums + c * count * 16, registers);
+                           sums + c * count * 16, registers, RowPass{pass, passes});
       const bool is_split = at_once == 1;
       use_tile(Tile<Dot>{sums, is_split ? 16 : at_once * 16, is_split ? count * 16 : 16, row, count,
                          panel, left < per_tile ? static_cast<int>(left) : per_tile});

@@ -64,6 +64,30 @@ class TileRegisters {
     _tile_dpbusd(sums, x, w);                       \
   }
 
+// Weights to fetch into the L2 cache during a product, so that memory is read while tiles are
+// multiplied: from `at` on, so many lines for each tile of weights.
+struct WeightFetch {
+  const char* at;
+  int lines;  // even
+
+  // For the only pass over the weights, which are one stream: what is `distance` bytes ahead in it.
+  static WeightFetch for_single_pass(const void* panels, int64_t distance) {
+    return {static_cast<const char*>(panels) + distance, 16};
+  }
+  // For one of several passes over two panels of `panel_tiles` tiles: its part of the next two.
+  static WeightFetch for_pass(const RowPass& pass, const void* panels, int64_t panel_tiles) {
+    const int lines = static_cast<int>(kvn::round_up(kvn::divide_up(32, pass.count), 2));
+    const int64_t distance = (2048 + pass.index * lines * 64) * panel_tiles;
+    return {static_cast<const char*>(panels) + distance, lines};
+  }
+  void advance() {
+    for (int line = 0; line < lines; line += 2, at += 128) {
+      _mm_prefetch(at, _MM_HINT_T1);
+      _mm_prefetch(at + 64, _MM_HINT_T1);
+    }
+  }
+};
+
 // Fetch what is read `distance` bytes after this tile into a cache.
 template <auto kHint>  // GCC has an enumeration for hints, and Clang macros
 static inline void prefetch_tile(const void* tile, int distance) {
@@ -76,11 +100,24 @@ static inline void prefetch_weights(const void* tile) { prefetch_tile<_MM_HINT_T
 // The next tile of what is read again and again, into the L1 cache.
 static inline void prefetch_next(const void* tile) { prefetch_tile<_MM_HINT_T0>(tile, 1024); }
 
+// Add the products of the steps that fill no tile, from `row` and `panel` on, to sums of one row.
+template <class Dot>
+static void add_last_steps(const typename Dot::X* row, const typename Dot::W* panel, int64_t steps,
+                           typename Dot::Out* sums) {
+  typename Dot::Acc found;
+  __builtin_memcpy(&found, sums, sizeof found);
+  for (int64_t k = 0; k < steps; ++k)
+    found = Dot::accumulate(found, Dot::broadcast(row + k * Dot::kStep),
+                            Dot::load_weights(panel + k * 16 * Dot::kStep));
+  Dot::store(sums, found);
+}
+
 // Sums [count][C][16] of T tiles of rows, which are [count][row_stride] or as copy_tiles has them.
 template <class Dot, int T, int C, bool kIsTiled>
 static void multiply_in_tiles(const typename Dot::X* x, ptrdiff_t row_stride,
                               const typename Dot::W* const* panels, int64_t steps, int count,
-                              typename Dot::Out* out, TileRegisters& registers) {
+                              typename Dot::Out* out, TileRegisters& registers,
+                              WeightFetch fetch) {
   constexpr int64_t kTileValues = kTileSteps * Dot::kStep;  // of one row or channel
   const int64_t tiles = steps / kTileSteps;
   const size_t stride = kIsTiled ? 64 : static_cast<size_t>(row_stride) * sizeof(*x);
@@ -97,7 +134,10 @@ static void multiply_in_tiles(const typename Dot::X* x, ptrdiff_t row_stride,
     const int64_t row_at = tile * kTileValues * (kIsTiled ? kTileRows : 1);
     const int64_t at = tile * kTileValues * 16;
     _tile_loadd(4, x + row_at, stride);
-    if constexpr (kIsTiled) prefetch_next(x + row_at);
+    if constexpr (kIsTiled) {
+      prefetch_next(x + row_at);
+      fetch.advance();
+    }
     if constexpr (C == 4) {
       _tile_loadd(5, panels[0] + at, 64);
       prefetch_weights(panels[0] + at);
@@ -141,20 +181,60 @@ static void multiply_in_tiles(const typename Dot::X* x, ptrdiff_t row_stride,
     const typename Dot::X* row = (r < kTileRows ? x : second) +
                                  (kIsTiled ? (tiles * kTileRows + r % kTileRows) * kTileValues
                                            : r % kTileRows * row_stride + tiles * kTileValues);
-    for (int c = 0; c < C; ++c) {
-      typename Dot::Acc sums;
-      __builtin_memcpy(&sums, out + (r * C + c) * 16, sizeof sums);
-      for (int64_t k = 0; k < rest; ++k)
-        sums = Dot::accumulate(
-            sums, Dot::broadcast(row + k * Dot::kStep),
-            Dot::load_weights(panels[c] + (tiles * kTileSteps + k) * 16 * Dot::kStep));
-      Dot::store(out + (r * C + c) * 16, sums);
-    }
+    for (int c = 0; c < C; ++c)
+      add_last_steps<Dot>(row, panels[c] + tiles * kTileValues * 16, rest, out + (r * C + c) * 16);
   }
 }
+
+#define KVN_ROW_TILE_PRODUCT(t)                         \
+  if constexpr (T > t) {                                \
+    _tile_loadd(4, x + row_at + t * row_tile, 64);      \
+    prefetch_next(x + row_at + t * row_tile);           \
+    KVN_TILE_PRODUCT(t, 4, 6);                          \
+  }
+
+// Sums [count][16] of T tiles of rows, 2 to 4, by one panel. Rows are as copy_tiles has them. All
+// tiles have 16 rows, so that `out` has room for 16 T.
+template <class Dot, int T>
+static void multiply_row_tiles(const typename Dot::X* x, ptrdiff_t row_stride,
+                               const typename Dot::W* panel, int64_t steps, int count,
+                               typename Dot::Out* out, TileRegisters& registers,
+                               WeightFetch fetch) {
+  constexpr int64_t kTileValues = kTileSteps * Dot::kStep;  // of one row or channel
+  const int64_t tiles = steps / kTileSteps;
+  const ptrdiff_t row_tile = kTileRows * row_stride;
+  registers.configure<2, 2>(2 * kTileRows);
+  complete_stores(x);
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (T > 2) _tile_zero(2);
+  if constexpr (T > 3) _tile_zero(3);
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t row_at = tile * kTileValues * kTileRows;
+    _tile_loadd(6, panel + tile * kTileValues * 16, 64);
+    prefetch_next(panel + tile * kTileValues * 16);
+    fetch.advance();
+    KVN_ROW_TILE_PRODUCT(0)
+    KVN_ROW_TILE_PRODUCT(1)
+    KVN_ROW_TILE_PRODUCT(2)
+    KVN_ROW_TILE_PRODUCT(3)
+  }
+  _tile_stored(0, out, 64);
+  _tile_stored(1, out + kTileRows * 16, 64);
+  if constexpr (T > 2) _tile_stored(2, out + 2 * kTileRows * 16, 64);
+  if constexpr (T > 3) _tile_stored(3, out + 3 * kTileRows * 16, 64);
+  complete_stores(out);
+  const int64_t rest = steps - tiles * kTileSteps;
+  for (int r = 0; rest != 0 && r < count; ++r) {
+    const typename Dot::X* row =
+        x + r / kTileRows * row_tile + (tiles * kTileRows + r % kTileRows) * kTileValues;
+    add_last_steps<Dot>(row, panel + tiles * kTileValues * 16, rest, out + r * 16);
+  }
+}
+#undef KVN_ROW_TILE_PRODUCT
 #undef KVN_TILE_PRODUCT
 
-// As VectorPlan: one tile of rows by four panels, or two by two.
+// As VectorPlan: one tile of rows by four panels, two to four by one, or two by two.
 template <class Dot>
 struct TilePlan {
   using Registers = TileRegisters;
@@ -163,9 +243,11 @@ struct TilePlan {
   bool are_rows_tiled;
 
   static constexpr int64_t kRowsPerBlock = 2 * kTileRows;
+  static constexpr int64_t kMaxSinglePassRows = 4 * kTileRows;
+  static constexpr int64_t kFetchDistance = 8192;  // bytes
   static constexpr int64_t kRowBlockBytes = 1 << 20;
   static bool is_packed(int64_t) { return false; }
-  static bool is_single_pass(int64_t rows) { return rows <= kRowsPerBlock; }
+  static bool is_single_pass(int64_t rows) { return rows <= kMaxSinglePassRows; }
   static bool is_tiled(int64_t rows) { return rows > kTileRows; }
 
   static constexpr int64_t kKeyMultiple = 16 * Dot::kStep;
@@ -173,25 +255,34 @@ struct TilePlan {
     return rows <= kTileRows ? TilePlan{rows, 4, false} : TilePlan{kRowsPerBlock, 2, false};
   }
   static TilePlan packed(int64_t rows) { return unpacked(rows); }
-  static TilePlan tiled(int64_t) { return {kRowsPerBlock, 2, true}; }
+  static TilePlan tiled(int64_t rows) {
+    return is_single_pass(rows) ? TilePlan{rows, 1, true} : TilePlan{kRowsPerBlock, 2, true};
+  }
 
   void multiply_rows(const typename Dot::X* x, ptrdiff_t stride,
                      const typename Dot::W* const* panels, int64_t steps, int count,
-                     typename Dot::Out* sums, TileRegisters& registers) const {
+                     typename Dot::Out* sums, TileRegisters& registers, const RowPass& pass) const {
     // Sums of int8 are exact in any order.
     constexpr int kMaxVectorRows = Dot::kStep == 4 ? 6 : 0;
     static_assert(choose_panels(1) == 4 && choose_panels(6) == 4, "as unpacked() has it");
-    if (are_rows_tiled) {
+    if (are_rows_tiled && panels_at_once == 1) {
+      (count <= 2 * kTileRows   ? multiply_row_tiles<Dot, 2>
+       : count <= 3 * kTileRows ? multiply_row_tiles<Dot, 3>
+                                : multiply_row_tiles<Dot, 4>)(
+          x, stride, panels[0], steps, count, sums, registers,
+          WeightFetch::for_single_pass(panels[0], kFetchDistance));
+    } else if (are_rows_tiled) {
       (count > kTileRows ? multiply_in_tiles<Dot, 2, 2, true> : multiply_in_tiles<Dot, 1, 2, true>)(
-          x, stride, panels, steps, count, sums, registers);
+          x, stride, panels, steps, count, sums, registers,
+          WeightFetch::for_pass(pass, panels[0], steps / kTileSteps));
     } else if (panels_at_once == 2) {
       (count > kTileRows ? multiply_in_tiles<Dot, 2, 2, false>
                          : multiply_in_tiles<Dot, 1, 2, false>)(x, stride, panels, steps, count,
-                                                                sums, registers);
+                                                                sums, registers, {});
     } else if (count <= kMaxVectorRows) {
       TileChooser<Dot, kMaxVectorRows>::single_pass(count)(x, stride, panels, steps, sums);
     } else {
-      multiply_in_tiles<Dot, 1, 4, false>(x, stride, panels, steps, count, sums, registers);
+      multiply_in_tiles<Dot, 1, 4, false>(x, stride, panels, steps, count, sums, registers, {});
     }
   }
 };

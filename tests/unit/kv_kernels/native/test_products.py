@@ -84,7 +84,7 @@ class PackedMatrix:
 @given(
     inputs=st.integers(1, 150),
     outputs=st.integers(1, 90),
-    rows=st.sampled_from([1, 2, 5, 6, 7, 12, 13, 16, 24, 25, 37, 61]),
+    rows=st.sampled_from([1, 2, 5, 6, 7, 12, 13, 16, 24, 25, 37, 61, 64, 65, 113]),
     activations=st.sampled_from([Format.FLOAT32, Format.BFLOAT16]),
     is_int8=st.booleans(),
     is_gated=st.booleans(),
