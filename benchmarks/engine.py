@@ -9,9 +9,10 @@ What memory gives differs from one second to the next on a machine that others u
 rate is measured before and after every few steps, one pass at a time, and these steps are compared
 with the mean of both. The share of a case is the median of such shares.
 
-Native kernels stand beside torch's, and int8 beside the model's own dtype. Each is an engine in a
-process of its own, with the environment of a node. Rates and engines take turns in every round, so
-that other load affects all of them; figures are medians of all rounds.
+Native kernels stand beside torch's, int8 beside the model's own dtype, and compact weights, which
+nodes have by default, beside others; their least time is that of the bytes that they take. Each is
+an engine in a process of its own, with the environment of a node. Rates and engines take turns in
+every round, so that other load affects all of them; figures are medians of all rounds.
 """
 
 import argparse
@@ -143,9 +144,12 @@ def plan_variants(model: MeasuredModel, kernels: str, quantize: str) -> list[Eng
     if not quantizations or not set(quantizations) <= set(known):
         raise ValueError(f"--quantize {quantize!r}: there are {', '.join(known)}")
     return [
-        EngineVariant(name, model.dtype, quantization)
+        EngineVariant(name, model.dtype, quantization, compact)
         for name in chosen
         for quantization in quantizations
+        for compact in (
+            (True, False) if worker.can_be_compact(name, model.dtype, quantization) else (False,)
+        )
     ]
 
 
@@ -231,7 +235,9 @@ def _step_rows(
     """Milliseconds of a step beside the least possible ones."""
     rows = []
     for variant in variants:
-        bounds = StepBounds(model.config, variant.dtype, variant.quantization)
+        bounds = StepBounds(
+            model.config, variant.dtype, variant.quantization, variant.compact_share
+        )
         for case in cases:
             if isinstance(case, PrefillCase):
                 tokens, find_least = case.tokens, partial(bounds.bound_prefill, case.tokens)
@@ -255,15 +261,17 @@ def _ratio_rows(
     cases: Sequence[EngineCase],
     command: str,
 ) -> list[ResultRow]:
-    """How many times as fast a variant is as the same one with torch, and without quantization."""
+    """How many times as fast a variant is as the same one with torch, or with plainer weights."""
     rows = []
     for variant in variants:
-        for other, suffix in (
-            (replace(variant, kernels="torch"), "torch"),
-            (replace(variant, quantization=UNQUANTIZED), worker.short_name(variant.dtype)),
-        ):
+        plain = replace(variant, quantization=UNQUANTIZED, compact_weights=False)
+        others = [replace(variant, kernels="torch", compact_weights=False), plain]
+        if variant.quantization != UNQUANTIZED:
+            others.append(replace(plain, compact_weights=True))
+        for other in others:
             if other == variant or other not in variants:
                 continue
+            suffix = "torch" if other.kernels != variant.kernels else other.name.split("/")[1]
             for case in cases:
                 name = f"engine/{variant.name}/{case.name}_of_{suffix}"
                 value = rounds.compare(case, slower=other, faster=variant)

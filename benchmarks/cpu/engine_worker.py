@@ -16,12 +16,15 @@ from benchmarks.cpu.rates import MemoryReader, RateSizes, measure_product_rates
 from benchmarks.device.engine_loads import EngineSizes, LoadedEngine, time_decode, time_prefill
 from benchmarks.device.section_run import MeasuredModel
 from benchmarks.device.step_bounds import list_layer_products
+from kv_kernels.native.matrix import MatrixLayout
 from kv_kernels.native.native_library import NativeLibrary, load_library
+from kv_kernels.native.structures import Format
 
 _WARM_UP_TOKENS = 512
 _TURN_STEPS = 4  # decode steps between two measurements of the read rate
 _TURN_WARM_UP_STEPS = 1
 _INT8, _NATIVE, _TORCH = "int8", "native", "torch"
+_TYPICAL_WIDTH = 1024  # inputs of a matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class EngineVariant:
     kernels: str  # native or torch
     dtype: str  # of the model, which quantization leaves for the rest
     quantization: str
+    compact_weights: bool = False  # matrices take 12 bits a weight
 
     @property
     def precision(self) -> str:
@@ -39,7 +43,19 @@ class EngineVariant:
 
     @property
     def name(self) -> str:
-        return f"{self.kernels}/{short_name(self.precision)}"
+        compact = "_compact" if self.compact_weights else ""
+        return f"{self.kernels}/{short_name(self.precision)}{compact}"
+
+    @property
+    def compact_share(self) -> float:
+        """Of the bytes of weights, what is read of them."""
+        if not self.compact_weights:
+            return 1.0
+        compact, plain = (
+            MatrixLayout(_TYPICAL_WIDTH, _TYPICAL_WIDTH, stored).nbytes
+            for stored in (Format.COMPACT_BFLOAT16, Format.BFLOAT16)
+        )
+        return compact / plain
 
 
 def short_name(precision: str) -> str:
@@ -50,6 +66,11 @@ def short_name(precision: str) -> str:
 def list_quantizations() -> list[str]:
     """Return the quantizations that a CPU computes in."""
     return [name for name in get_args(Quantization) if name in (UNQUANTIZED, _INT8)]
+
+
+def can_be_compact(kernels: str, dtype: str, quantization: str) -> bool:
+    """Whether an engine can store its matrices in 12 bits a weight."""
+    return kernels == _NATIVE and dtype == "bfloat16" and quantization == UNQUANTIZED
 
 
 def list_kernels() -> list[str]:
@@ -110,7 +131,11 @@ def load_engine(
     model: MeasuredModel, variant: EngineVariant, threads: int, cache_bytes: int
 ) -> None:
     """Load the engine that the next calls in this process measure."""
-    options: dict[str, Any] = {"threads": threads, "quantize": variant.quantization}
+    options: dict[str, Any] = {
+        "threads": threads,
+        "quantize": variant.quantization,
+        "compact_weights": variant.compact_weights,
+    }
     library = load_library()
     if variant.kernels == _NATIVE and isinstance(library, NativeLibrary):
         options["native_library"] = library

@@ -63,8 +63,13 @@ class StepBounds:
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: str = "bfloat16", quantization: str = UNQUANTIZED
+        self,
+        config: ModelConfig,
+        dtype: str = "bfloat16",
+        quantization: str = UNQUANTIZED,
+        compact_share: float = 1.0,
     ) -> None:
+        """`compact_share`: what is read of the bytes of weights that an engine stores compact."""
         size = build_model_size(config)
         self._layout = KVLayout(
             config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, dtype
@@ -82,6 +87,8 @@ class StepBounds:
         tables = 1 if config.tied_embeddings else 2
         self._weights = size.layer_parameters + tables * size.head_parameters
         self._item_bytes = DTYPE_BYTES[dtype]
+        read = size.layer_parameters + size.head_parameters
+        self._saved_bytes = (1.0 - compact_share) * read * self._item_bytes
 
     @property
     def resident_bytes(self) -> int:
@@ -103,7 +110,8 @@ class StepBounds:
 
     def _bound_slices(self, slices: list[SequenceSlice], rates: StepRates) -> float:
         work = self._costs.measure_step(StepBatch(tuple(slices)))
-        return max(work.memory_bytes / rates.read_bytes, work.flops / rates.products)
+        read = work.memory_bytes - self._saved_bytes
+        return max(read / rates.read_bytes, work.flops / rates.products)
 
 
 def _make_slice(start: int, tokens: int) -> SequenceSlice:

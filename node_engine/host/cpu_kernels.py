@@ -84,5 +84,6 @@ def _make_last_image(
         "load_format": config.load_format,
         "dtype": config.dtype,
         "quantize": config.quantize,
+        "compact_weights": config.compact_weights,
     }
     return LastImage(cache.folder, settings)

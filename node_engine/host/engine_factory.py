@@ -87,6 +87,7 @@ def _build_model_engine(
         deterministic=config.deterministic,
         native_library=library,
         open_sharing=open_sharing,
+        compact_weights=config.compact_weights,
     )
 
 

@@ -52,15 +52,17 @@ def load_model_engine(
     emulates_fp8: bool = False,
     native_library: NativeLibrary | None = None,
     open_sharing: OpenSharing | None = None,
+    compact_weights: bool = True,
 ) -> BaseEngine:
     """Build an engine from a Hugging Face folder.
 
     `threads` is the number of threads of a forward pass; None for as many as torch has. On a CPU
-    `native_library` computes if it is given, on weights that nodes share if `open_sharing` is. On a
-    GPU, decode steps of up to `max_num_seqs` sequences are captured in graphs if `uses_graphs`;
-    with `deterministic`, `choose_kernels` has to choose batch-invariant ones. With `emulates_fp8`,
-    a CPU computes in FP8 too: the same numbers, slowly, for comparisons. Raises ConfigError for
-    what is not served.
+    `native_library` computes if it is given, on weights that nodes share if `open_sharing` is.
+    With `compact_weights` it stores bfloat16 in 12 bits a weight, without loss. On a GPU, decode
+    steps of up to `max_num_seqs` sequences are captured in graphs if `uses_graphs`; with
+    `deterministic`, `choose_kernels` has to choose batch-invariant ones. With `emulates_fp8`, a CPU
+    computes in FP8 too: the same numbers, slowly, for comparisons. Raises ConfigError for what is
+    not served.
     """
     torch.set_num_threads(threads or torch.get_num_threads())
     model = resolve_model(
@@ -75,7 +77,9 @@ def load_model_engine(
     )
     is_dummy = load_format == "dummy"
     if native_library and _has_native_kernels(model):
-        return _load_native(model, native_library, open_sharing, is_dummy=is_dummy)
+        return _load_native(
+            model, native_library, open_sharing, is_dummy=is_dummy, compact_weights=compact_weights
+        )
     _check_determinism(model.device, deterministic=deterministic)
     choose = choose_kernels or partial(kernels_for, deterministic=deterministic)
     if model.device.type == "cuda":
@@ -95,6 +99,7 @@ def _load_native(
     open_sharing: OpenSharing | None,
     *,
     is_dummy: bool,
+    compact_weights: bool,
 ) -> BaseEngine:
     threads = torch.get_num_threads()
     with (
@@ -103,7 +108,12 @@ def _load_native(
     ):
         try:
             engine = load_native_engine(
-                model, library, threads, is_dummy=is_dummy, open_sharing=open_sharing
+                model,
+                library,
+                threads,
+                is_dummy=is_dummy,
+                open_sharing=open_sharing,
+                compact_weights=compact_weights,
             )
         except MemoryError as error:
             raise OutOfMemory(str(error)) from error

@@ -55,6 +55,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "kv_dtype",
         "deterministic",
         "cpu_kernels",
+        "compact_weights",
         "threads",
         "grammar_timeout",
         "grammar_cache",

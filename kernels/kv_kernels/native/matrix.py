@@ -7,12 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kv_kernels.native.structures import Format, KvnLinear, KvnPack
+from kv_kernels.native.structures import Format, KvnLinear, KvnPack, Status
 
 PANEL_CHANNELS = 16  # output channels that are computed together
 _ALIGNMENT = 64  # bytes: a cache line
 _STEP_INPUTS = {Format.FLOAT32: 1, Format.BFLOAT16: 2, Format.INT8: 4}
+_COMPACT_BLOCK_INPUTS, _COMPACT_BLOCK_BYTES = 32, 768  # of a panel
 _SOURCE_FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
+
+
+class NotCompactError(ValueError):
+    """A matrix has too many different exponents for COMPACT_BFLOAT16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +39,18 @@ class MatrixLayout:
 
     @property
     def weight_bytes(self) -> int:
-        """Every step along the inputs takes 64 bytes of a panel, in every format."""
-        return self.num_panels * -(-self.inputs // _STEP_INPUTS[self.format]) * 64
+        return self.num_panels * self.panel_bytes
+
+    @property
+    def panel_bytes(self) -> int:
+        """A step along the inputs takes 64 bytes of a panel, and three quarters of it if compact.
+
+        A compact panel begins with its exponents: see compact_panel.h.
+        """
+        if self.format is Format.COMPACT_BFLOAT16:
+            header = 64 * (1 + -(-self.inputs // 1024))
+            return header + -(-self.inputs // _COMPACT_BLOCK_INPUTS) * _COMPACT_BLOCK_BYTES
+        return -(-self.inputs // _STEP_INPUTS[self.format]) * 64
 
     @property
     def channel_bytes(self) -> int:
@@ -70,7 +85,10 @@ class MatrixLayout:
         weights: Sequence[torch.Tensor],  # [outputs, inputs]; of a gated matrix, gate and up
         biases: Sequence[torch.Tensor] = (),  # [outputs], like `weights`
     ) -> None:
-        """Pack float32 or bfloat16 weights into `region`."""
+        """Pack float32 or bfloat16 weights into `region`.
+
+        Raises NotCompactError for weights that COMPACT_BFLOAT16 cannot hold, MemoryError.
+        """
         address = np.frombuffer(region, np.uint8).ctypes.data
         _, scales, sums = self._find_arrays(address)
         for number, weight in enumerate(weights):
@@ -87,7 +105,12 @@ class MatrixLayout:
                 scales,
                 sums,
             )
-            if functions.kvn_pack(ctypes.byref(pack)):
+            status = functions.kvn_pack(ctypes.byref(pack))
+            if status == Status.NOT_COMPACT:
+                raise NotCompactError("its weights have too many different exponents")
+            if status == Status.OUT_OF_MEMORY:
+                raise MemoryError("no memory to pack a matrix")
+            if status != Status.OK:
                 raise ValueError(f"a matrix of shape {tuple(weight.shape)} cannot be packed")
         if self.has_bias:
             array = np.frombuffer(region, np.float32)[self.weight_bytes // 4 :]

@@ -16,6 +16,7 @@ class Format(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
+    COMPACT_BFLOAT16 = 3  # of a matrix: bfloat16 without loss in 12 bits
 
 
 class Status(IntEnum):
@@ -24,6 +25,7 @@ class Status(IntEnum):
     OK = 0
     OUT_OF_MEMORY = 1
     BAD_ARGUMENT = 2
+    NOT_COMPACT = 3
 
 
 class KvnLinear(ctypes.Structure):

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 
+from baton.process import log
+from kv_kernels.native.matrix import NotCompactError
 from kv_kernels.native.native_library import NativeLibrary, describe_features
 from kv_kernels.native.structures import PACKED_FORMAT_VERSION
 from node_engine.model.common.base_engine import TORCH_DTYPES
@@ -43,14 +45,16 @@ def load_native_engine(
     *,
     is_dummy: bool = False,
     open_sharing: OpenSharing | None = None,
+    compact_weights: bool = True,
 ) -> NativeEngine:
     """Build an engine over native kernels.
 
-    `open_sharing` is called for a model of MIN_SHARED_BYTES or more. Raises ConfigError for what
-    is not served, MemoryError if there is no memory or thread left.
+    `open_sharing` is called for a model of MIN_SHARED_BYTES or more. With `compact_weights`,
+    matrices in bfloat16 take 12 bits a weight, unless the model has too many different exponents.
+    Raises ConfigError for what is not served, MemoryError if there is no memory or thread left.
     """
     config, quantization, dtype = model.config, model.quantization, TORCH_DTYPES[model.dtype]
-    plan = WeightPlan(config, model.dtype, quantization, library)
+    plan = WeightPlan(config, model.dtype, quantization, library, is_compact=compact_weights)
     is_large = sum(region.nbytes for region in plan.regions) >= MIN_SHARED_BYTES
     sharing = open_sharing() if open_sharing is not None and is_large else None
     tensors: CheckpointTensors | DummyTensors
@@ -64,7 +68,12 @@ def load_native_engine(
             digest = find_model_digest(model.folder, tensors, digests)
         else:
             digest = tensors.compute_digest()
-        found = _find_weights(plan, tensors, digest, library, sharing)
+        try:
+            found = _find_weights(plan, tensors, digest, library, sharing)
+        except NotCompactError as error:
+            log.get_logger("engine").info("weights are not compact", reason=str(error))
+            plan = WeightPlan(config, model.dtype, quantization, library)
+            found = _find_weights(plan, tensors, digest, library, sharing)
     native = build_native_model(
         config, model.dtype, plan, found.addresses, found.memory, library, threads
     )
@@ -93,7 +102,7 @@ def _find_weights(
 
     key = PackedWeightsKey(
         model_digest=digest.hex(),
-        format_name="native",
+        format_name="native-compact" if plan.is_compact else "native",
         format_version=PACKED_FORMAT_VERSION,
         cpu_features=describe_features(library.features),
         dtype=plan.dtype,

@@ -35,13 +35,26 @@ class WeightPlan:
     """The regions of a model, and how each is filled."""
 
     def __init__(
-        self, config: ModelConfig, dtype: str, quantization: Quantization, library: NativeLibrary
+        self,
+        config: ModelConfig,
+        dtype: str,
+        quantization: Quantization,
+        library: NativeLibrary,
+        *,
+        is_compact: bool = False,
     ) -> None:
+        """`is_compact`: matrices in bfloat16 are stored as COMPACT_BFLOAT16.
+
+        To fill a region then raises NotCompactError for weights that this format cannot hold.
+        """
         self.dtype, self.quantization = dtype, quantization
         self._config = config
         self._functions = library.functions
         self._format = FORMATS[dtype]
         self._matrix_format = Format.INT8 if quantization == INT8 else self._format
+        self.is_compact = is_compact and self._matrix_format is Format.BFLOAT16
+        if self.is_compact:
+            self._matrix_format = Format.COMPACT_BFLOAT16
         self.matrices: Mapping[str, MatrixLayout] = dict(self._iter_matrices())
         self.regions: tuple[Region, ...] = tuple(self._iter_regions())
 

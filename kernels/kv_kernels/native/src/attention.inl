@@ -219,7 +219,7 @@ static void attend_group(const KvnContext& context, int layer, const QueryTile& 
                  scratch);
   const Plan plan = Plan::unpacked(rows);
   multiply<Dot>(plan, scratch.query, stride, rows, scratch.keys, stride * 16, num_keys / 16,
-                stride / Dot::kStep, registers,
+                stride / Dot::kStep, NextWeights{}, registers,
                 [&](const Tile<Dot>& found_scores) {
                   for (int64_t r = 0; r < found_scores.num_rows; ++r)
                     for (int c = 0; c < found_scores.num_panels; ++c)
@@ -236,7 +236,7 @@ static void attend_group(const KvnContext& context, int layer, const QueryTile& 
   pack_values(decode_rows<Dot>(context, values, num_keys, scratch, decoded), dim, num_keys,
               scratch);
   multiply<Dot>(plan, scratch.weights, kvn::kKeyGroup, rows, scratch.values, kvn::kKeyGroup * 16,
-                sum_stride / 16, num_keys / Dot::kStep, registers,
+                sum_stride / 16, num_keys / Dot::kStep, NextWeights{}, registers,
                 [&](const Tile<Dot>& weighted) {
                   for (int64_t r = 0; r < weighted.num_rows; ++r) {
                     const int64_t row = weighted.first_row + r;

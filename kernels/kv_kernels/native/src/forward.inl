@@ -112,8 +112,9 @@ template <class Plan>
 struct ProductTasks {
   int64_t rows, rows_each, panels, panels_each, row_blocks, panel_groups;
 
-  ProductTasks(int64_t num_rows, int64_t num_panels, int64_t row_bytes, int members)
-      : rows(num_rows), rows_each(num_rows), panels(num_panels), panels_each(kPanelsPerTask) {
+  ProductTasks(int64_t num_rows, int64_t num_panels, int64_t most_panels, int64_t row_bytes,
+               int members)
+      : rows(num_rows), rows_each(num_rows), panels(num_panels), panels_each(most_panels) {
     if (!Plan::is_single_pass(rows)) {
       constexpr int64_t kLeast = Plan::kRowsPerBlock;
       int64_t most = Plan::kRowBlockBytes / row_bytes / kLeast * kLeast;
@@ -177,27 +178,60 @@ static int64_t count_tiled_bytes(int64_t rows, int64_t row_bytes) {
   return kvn::round_up(rows, kTileRows) * kvn::round_up(row_bytes, 64);
 }
 
+// Finish the sums of a tile, whose rows and panels count from these, and store them.
+template <class Dot, class StoreRow>
+static inline void finish_tile(const KvnContext& context, const KvnLinear& linear,
+                               const Tile<Dot>& tile, int64_t first_row, int64_t first_panel,
+                               StoreRow& store_row) {
+  F16 values[4];
+  const int64_t panel = first_panel + tile.first_panel;
+  for (int64_t r = 0; r < tile.num_rows; ++r) {
+    const int64_t row = first_row + tile.first_row + r;
+    const float scale =
+        sizeof(typename Dot::X) == 1 ? context.work.row_scales.as<float>()[row] : 0.0f;
+    for (int c = 0; c < tile.num_panels; ++c)
+      values[c] = finish_sums<Dot>(linear, tile.at(r, c), panel + c, scale);
+    store_row(row, panel, tile.num_panels, values);
+  }
+}
+
+static inline int64_t count_panels(const KvnLinear& linear) {
+  return kvn::divide_up(linear.out, kvn::kPanel) * (linear.is_gated ? 2 : 1);
+}
+
+static inline int64_t count_panel_bytes(const KvnLinear& linear, int64_t steps) {
+  return linear.format == KVN_COMPACT_BFLOAT16 ? kvn::count_compact_bytes(linear.in) : steps * 64;
+}
+
 // Share the tasks of a product; `store_row(row, panel, panels, values)` gets the finished sums of a
 // row, of `panels` panels of 16 each.
 template <class Dot, class StoreRow>
 static void share_product(KvnContext& context, int member, const KvnLinear& linear,
                           const typename Dot::X* x, int64_t stride, int64_t rows,
                           StoreRow&& store_row) {
-  const int64_t steps = kvn::divide_up(linear.in, Dot::kStep);
-  const int64_t outputs = kvn::divide_up(linear.out, kvn::kPanel) * (linear.is_gated ? 2 : 1);
   using Plan = typename MatrixPlan<Dot>::Type;
-  const ProductTasks<Plan> tasks(rows, outputs, stride * static_cast<int64_t>(sizeof(*x)),
-                                 context.team->size());
-  const auto* weights = static_cast<const typename Dot::W*>(linear.weights);
-  const int64_t panel_stride = steps * 16 * Dot::kStep;
-  const bool packs = Plan::is_packed(rows);
+  const int64_t steps = kvn::divide_up(linear.in, Dot::kStep);
+  const int64_t panel_bytes = count_panel_bytes(linear, steps);
+  const auto* weights = static_cast<const char*>(linear.weights);
+  const bool is_compact = linear.format == KVN_COMPACT_BFLOAT16;
   const bool is_tiled = Plan::is_tiled(rows);
+  char* scratch = context.scratch_of(member);
   if (is_tiled) {
     x = tile_rows(context, member, x, stride, rows, steps);
     stride = kvn::round_up(steps, kTileSteps) * Dot::kStep;
   }
-  auto* packed = reinterpret_cast<uint32_t*>(context.scratch_of(member));
+  const bool expands_once = is_compact && !Plan::expands_in_passes(rows);
+  const ProductTasks<Plan> tasks(rows, count_panels(linear),
+                                 expands_once ? kvn::kExpandedPanels : kPanelsPerTask,
+                                 stride * static_cast<int64_t>(sizeof(*x)), context.team->size());
+  const bool packs = Plan::is_packed(rows);
+  auto* packed = reinterpret_cast<uint32_t*>(scratch);
   bool is_first_task = true;
+  const auto make_plan = [packs, is_tiled](int64_t count) {
+    return packs      ? Plan::packed(count)
+           : is_tiled ? Plan::tiled(count)
+                      : Plan::unpacked(count);
+  };
   typename Plan::Registers registers;
   context.team->share_tasks(member, tasks.count(), [&](int64_t task) {
     if (packs && is_first_task) {  // each member has a copy in a cache of its own
@@ -208,25 +242,31 @@ static void share_product(KvnContext& context, int member, const KvnLinear& line
       is_first_task = false;
     }
     const int64_t row0 = tasks.first_row(task), panel0 = tasks.first_panel(task);
-    const int64_t count = tasks.num_rows(task);
-    const Plan plan = packs      ? Plan::packed(count)
-                      : is_tiled ? Plan::tiled(count)
-                                 : Plan::unpacked(count);
-    multiply<Dot>(plan, x + row0 * stride, stride, count,
-                  weights + panel0 * panel_stride, panel_stride, tasks.num_panels(task), steps,
-                  registers,
-                  [&](const Tile<Dot>& tile) {
-                    F16 values[4];
-                    const int64_t panel = panel0 + tile.first_panel;
-                    for (int64_t r = 0; r < tile.num_rows; ++r) {
-                      const int64_t row = row0 + tile.first_row + r;
-                      const float scale =
-                          sizeof(*x) == 1 ? context.work.row_scales.as<float>()[row] : 0.0f;
-                      for (int c = 0; c < tile.num_panels; ++c)
-                        values[c] = finish_sums<Dot>(linear, tile.at(r, c), panel + c, scale);
-                      store_row(row, panel, tile.num_panels, values);
-                    }
-                  });
+    const int64_t count = tasks.num_rows(task), num_panels = tasks.num_panels(task);
+    const auto use_tile = [&](const Tile<Dot>& tile) {
+      finish_tile(context, linear, tile, row0, panel0, store_row);
+    };
+    const char* from = weights + panel0 * panel_bytes;
+    const auto* panels = reinterpret_cast<const typename Dot::W*>(from);
+    int64_t panel_stride = panel_bytes / static_cast<int64_t>(sizeof(*panels));
+    if constexpr (std::is_same_v<Dot, DotBF16>) {
+      if (is_compact && !expands_once) {
+        multiply_compact<Plan>(make_plan, x + row0 * stride, stride, count,
+                               Plan::kPassRows, from,
+                               num_panels, linear.in, registers, use_tile);
+        return;
+      }
+      if (expands_once) {
+        auto* expanded = reinterpret_cast<uint16_t*>(scratch);
+        panel_stride = kvn::count_expanded_bytes(linear.in) / 2;
+        for (int64_t panel = 0; panel < num_panels; ++panel)
+          expand_panel(from + panel * panel_bytes, linear.in, expanded + panel * panel_stride);
+        panels = expanded;
+      }
+    }
+    multiply<Dot>(make_plan(count), x + row0 * stride, stride, count, panels, panel_stride,
+                  num_panels, steps, NextWeights{from + num_panels * panel_bytes, 2 * panel_bytes},
+                  registers, use_tile);
   });
 }
 
@@ -524,6 +564,10 @@ static int64_t count_scratch_bytes(const KvnModel& model, int64_t rows, int64_t 
   const int64_t float32 = AttentionScratch<DotF32>().place(nullptr, rows, model.head_dim);
   const int64_t bfloat16 = AttentionScratch<DotBF16>().place(nullptr, rows, model.head_dim);
   const int64_t attention = float32 > bfloat16 ? float32 : bfloat16;
-  const int64_t packed = (kMaxPackedRows * words + 16) * 4;
-  return attention > packed ? attention : packed;
+  const int64_t inputs = words * 4 / static_cast<int64_t>(sizeof(DotBF16::X));
+  const int64_t expanded = kvn::kExpandedPanels * kvn::count_expanded_bytes(inputs);
+  int64_t most = attention;
+  for (const int64_t bytes : {(kMaxPackedRows * words + 16) * 4, expanded})
+    if (bytes > most) most = bytes;
+  return most;
 }

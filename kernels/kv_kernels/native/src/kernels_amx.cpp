@@ -1,5 +1,9 @@
 // AVX-512, and products of matrices in bfloat16 and int8 by AMX.
+#include <initializer_list>
+#include <type_traits>
+
 #include "bf16_avx512.h"
+#include "compact_panel.h"
 #include "context.h"
 
 #define ISA avx512
@@ -10,6 +14,7 @@ constexpr int kMaxTileSums = 128;  // rows times panels; two panels of 64 rows
 // In place of avx512's. TilePlan relies on 4 panels for the rows that vectors multiply.
 static inline constexpr int choose_panels(int rows) { return rows <= 6 ? 4 : rows <= 12 ? 2 : 1; }
 #include "products.inl"
+#include "compact_products.inl"
 #include "products_amx.inl"
 #include "attention.inl"
 #include "forward.inl"

@@ -1,3 +1,7 @@
+#include <initializer_list>
+#include <type_traits>
+
+#include "compact_panel.h"
 #include "context.h"
 #include "simd_avx2.h"
 
@@ -5,6 +9,7 @@
 
 namespace avx2 {
 #include "products.inl"
+#include "compact_products.inl"
 #include "attention.inl"
 #include "forward.inl"
 #include "sampling.inl"

@@ -1,10 +1,15 @@
+#include <initializer_list>
+#include <type_traits>
+
 #include "bf16_avx512.h"
+#include "compact_panel.h"
 #include "context.h"
 
 #define ISA avx512
 
 namespace avx512 {
 #include "products.inl"
+#include "compact_products.inl"
 #include "attention.inl"
 #include "forward.inl"
 #include "sampling.inl"

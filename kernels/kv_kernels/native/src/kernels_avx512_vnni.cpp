@@ -1,4 +1,8 @@
 // AVX-512 without the instructions of AVX512-BF16: bfloat16 is widened to float32.
+#include <initializer_list>
+#include <type_traits>
+
+#include "compact_panel.h"
 #include "context.h"
 #include "widened_avx512.h"
 
@@ -6,6 +10,7 @@
 
 namespace avx512_widened {
 #include "products.inl"
+#include "compact_products.inl"
 #include "attention.inl"
 #include "forward.inl"
 #include "sampling.inl"

@@ -5,16 +5,22 @@
 #include "kv_native.h"
 
 // How the numbers of a matrix or of the KV cache are stored.
-enum KvnFormat { KVN_FLOAT32 = 0, KVN_BFLOAT16 = 1, KVN_INT8 = 2 };
+enum KvnFormat {
+  KVN_FLOAT32 = 0,
+  KVN_BFLOAT16 = 1,
+  KVN_INT8 = 2,
+  KVN_COMPACT_BFLOAT16 = 3,  // of a matrix: see compact_panel.h
+};
 
 enum KvnStatus {
   KVN_OK = 0,
   KVN_OUT_OF_MEMORY = 1,
   KVN_BAD_ARGUMENT = 2,
+  KVN_NOT_COMPACT = 3,  // too many exponents for KVN_COMPACT_BFLOAT16
 };
 
 // A matrix packed by kvn_pack_*: panels of 16 output channels, each [in / s][16][s], where s is 1
-// for float32, 2 for bfloat16 and 4 for int8. In a gated matrix the panels of gate and up take
+// for float32, 2 for bfloat16 and 4 for int8; or as compact_panel.h says. In a gated matrix the panels of gate and up take
 // turns. Arrays by output channel are in the order of the panels, and padded like them.
 struct KvnLinear {
   const void* weights;

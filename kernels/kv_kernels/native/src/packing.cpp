@@ -2,6 +2,9 @@
 #include <math.h>
 #include <string.h>
 
+#include <new>
+
+#include "compact_panel.h"
 #include "context.h"
 
 namespace {
@@ -74,9 +77,84 @@ void pack_row(const KvnPack& pack, Source<T> source, int64_t panel, int64_t lane
   pack.channel_sums[panel * 16 + lane] = sum;
 }
 
+// Count how many of `values` have each exponent, and keep the most frequent ones, of equally frequent
+// ones the smallest.
+void choose_exponents(const uint16_t* values, int64_t count, uint8_t* exponents) {
+  int64_t frequency[256] = {};
+  for (int64_t i = 0; i < count; ++i) ++frequency[values[i] >> 7 & 0xff];
+  for (int number = 0; number < 16; ++number) {
+    int most = 0;
+    for (int exponent = 1; exponent < 256; ++exponent)
+      if (frequency[exponent] > frequency[most]) most = exponent;
+    exponents[number] = static_cast<uint8_t>(most);
+    frequency[most] = -1;
+  }
+}
+
+uint16_t swap_bytes(uint16_t word) { return static_cast<uint16_t>(word << 8 | word >> 8); }
+
+// Pack a panel of `in` inputs whose `values` lie as in KVN_BFLOAT16, with whole blocks. Returns false
+// if too many of them have a rare exponent.
+bool pack_compact_panel(const uint16_t* values, int64_t in, char* panel) {
+  const int64_t count = kvn::count_blocks(in) * kvn::kBlockWeights;
+  auto* header = reinterpret_cast<kvn::CompactHeader*>(panel);
+  auto* rare = reinterpret_cast<uint32_t*>(panel + sizeof header->exponents);
+  const uint32_t* last_rare = rare + kvn::count_rare_entries(in) - 1;
+  choose_exponents(values, count, header->exponents);
+  uint8_t numbers[256];
+  memset(numbers, 0xff, sizeof numbers);
+  for (uint8_t number = 0; number < 16; ++number) numbers[header->exponents[number]] = number;
+  const auto find_number = [&](int64_t position) -> uint16_t {
+    const int exponent = values[position] >> 7 & 0xff;
+    if (numbers[exponent] != 0xff) return numbers[exponent];
+    if (rare < last_rare) *rare = static_cast<uint32_t>(position << 8 | exponent);
+    ++rare;
+    return 0;
+  };
+  auto* out = reinterpret_cast<uint16_t*>(panel + kvn::count_header_bytes(in));
+  const auto keep = [](uint16_t value) -> uint16_t { return value & ~kvn::kExponentBits; };
+  for (int64_t first = 0; first < count; first += 128, out += 96) {
+    const uint16_t* four = values + first;  // steps
+    // Rare weights have to be listed in the order of their positions.
+    uint16_t found[128];
+    for (int64_t i = 0; i < 128; ++i) found[i] = find_number(first + i);
+    for (int64_t i = 0; i < 32; ++i) {
+      out[i] = keep(four[i]) | swap_bytes(keep(four[i + 32]));
+      out[i + 32] = keep(four[i + 64]) | swap_bytes(keep(four[i + 96]));
+      out[i + 64] = static_cast<uint16_t>(found[i] | found[i + 32] << 8 | found[i + 64] << 4 |
+                                          found[i + 96] << 12);
+    }
+  }
+  if (rare > last_rare) return false;
+  *rare = kvn::kNoMore;
+  return true;
+}
+
+template <class T>
+int32_t pack_compact(const KvnPack& pack) {
+  const int64_t count = kvn::count_blocks(pack.in) * kvn::kBlockWeights;
+  auto* values = new (std::nothrow) uint16_t[static_cast<size_t>(count)];
+  if (values == nullptr) return KVN_OUT_OF_MEMORY;
+  bool is_packed = true;
+  for (int64_t first = 0; is_packed && first < pack.out; first += kvn::kPanel) {
+    memset(values, 0, static_cast<size_t>(count) * sizeof *values);
+    for (int64_t lane = 0; lane < kvn::kPanel && first + lane < pack.out; ++lane) {
+      const Source<T> source{static_cast<const T*>(pack.weight) + (first + lane) * pack.in};
+      for (int64_t k = 0; k < pack.in; ++k)
+        values[(k / 2 * 16 + lane) * 2 + k % 2] = source.as_bf16(k);
+    }
+    const int64_t panel = pack.first_panel + first / kvn::kPanel * pack.panel_step;
+    is_packed = pack_compact_panel(
+        values, pack.in, static_cast<char*>(pack.packed) + panel * kvn::count_compact_bytes(pack.in));
+  }
+  delete[] values;
+  return is_packed ? KVN_OK : KVN_NOT_COMPACT;
+}
+
 }  // namespace
 
 int64_t kvn_panel_bytes(int64_t in, int32_t format) {
+  if (format == KVN_COMPACT_BFLOAT16) return kvn::count_compact_bytes(in);
   const int64_t step = count_step_values(format);
   return kvn::divide_up(in, step) * 64;
 }
@@ -84,6 +162,11 @@ int64_t kvn_panel_bytes(int64_t in, int32_t format) {
 // What pads panels and steps has to be zero: `packed` comes zeroed.
 int32_t kvn_pack(const KvnPack* pack) {
   if (pack->out < 1 || pack->in < 1 || pack->panel_step < 1) return KVN_BAD_ARGUMENT;
+  if (pack->format == KVN_COMPACT_BFLOAT16) {
+    if (pack->in > kvn::kMaxCompactInputs) return KVN_NOT_COMPACT;
+    return pack->source_format == KVN_FLOAT32 ? pack_compact<float>(*pack)
+                                              : pack_compact<uint16_t>(*pack);
+  }
   for (int64_t row = 0; row < pack->out; ++row) {
     const int64_t panel = pack->first_panel + row / 16 * pack->panel_step;
     if (pack->source_format == KVN_FLOAT32) {

@@ -86,9 +86,16 @@ struct Tile {
   }
 };
 
+// Weights that are read after some panels.
+struct NextWeights {
+  const char* at = nullptr;
+  int64_t bytes = 0;  // to fetch into the L2 cache
+};
+
 // Rows that are multiplied by the same panels in several passes, some rows in each.
 struct RowPass {
   int64_t index, count;
+  NextWeights next;  // after the last pass
 };
 
 // How some number of rows is multiplied by vector instructions.
@@ -98,10 +105,16 @@ struct VectorPlan {
   int64_t rows_at_once;
   int panels_at_once;
   TileFunction<Dot> whole, last;  // for `rows_at_once` rows, and for those left in the end
+  bool are_rows_packed = false;
 
   static constexpr int64_t kKeyMultiple = 16;  // of the keys that attention multiplies at once
   static constexpr int64_t kRowsPerBlock = kBlockedRows;
   static constexpr int64_t kRowBlockBytes = ISA::kRowBlockBytes;
+  // Rows of a pass at most.
+  static constexpr int64_t kPassRows =
+      kMaxPackedRows > kMaxSinglePassRows ? kMaxPackedRows : kMaxSinglePassRows;
+  // Whether each pass of rows expands a compact matrix again. For more passes it is expanded once.
+  static bool expands_in_passes(int64_t rows) { return is_single_pass(rows); }
 
   // Whether rows are packed first: then one pass over the weights is enough.
   static bool is_packed(int64_t rows) { return rows >= kMinPackedRows && rows <= kMaxPackedRows; }
@@ -121,7 +134,8 @@ struct VectorPlan {
   // One pass over the weights for packed rows.
   static VectorPlan packed(int64_t rows) {
     const int count = static_cast<int>(rows);
-    return {rows, choose_panels(count), TileChooser<Dot, kMaxPackedRows>::packed(count), nullptr};
+    return {rows, choose_panels(count), TileChooser<Dot, kMaxPackedRows>::packed(count), nullptr,
+            true};
   }
 
   // Sums of `count` rows by `panels_at_once` panels.
@@ -139,11 +153,12 @@ struct MatrixPlan {
 };
 
 // Multiply `rows` rows with `num_panels` panels; calls use_tile(tile) for each tile. Tiles start at
-// even panels, and have an even number of them unless the last is missing.
+// even panels, and have an even number of them unless the last is missing. `next` is what is read
+// after the last tile.
 template <class Dot, class Plan, class UseTile>
 static void multiply(const Plan& plan, const typename Dot::X* x, ptrdiff_t stride,
                      int64_t rows, const typename Dot::W* weights, ptrdiff_t panel_stride,
-                     int64_t num_panels, int64_t steps,
+                     int64_t num_panels, int64_t steps, const NextWeights& next,
                      typename Plan::Registers& registers, UseTile&& use_tile) {
   alignas(64) typename Dot::Out sums[kMaxTileSums * 16];
   const int at_once = plan.panels_at_once, per_tile = at_once < 2 ? 2 : at_once;
@@ -151,6 +166,8 @@ static void multiply(const Plan& plan, const typename Dot::X* x, ptrdiff_t strid
   for (int64_t panel = 0; panel < num_panels; panel += per_tile) {
     const typename Dot::W* panels[4];
     const int64_t left = num_panels - panel;
+    const auto* following = reinterpret_cast<const char*>(weights + (panel + per_tile) * panel_stride);
+    const NextWeights after = left <= per_tile ? next : NextWeights{following, next.bytes};
     for (int c = 0; c < per_tile; ++c)
       panels[c] = weights + (c < left ? panel + c : num_panels - 1) * panel_stride;
     for (int64_t pass = 0; pass < passes; ++pass) {
@@ -159,7 +176,7 @@ static void multiply(const Plan& plan, const typename Dot::X* x, ptrdiff_t strid
           static_cast<int>(rows_left < plan.rows_at_once ? rows_left : plan.rows_at_once);
       for (int c = 0; c < per_tile; c += at_once)
         plan.multiply_rows(x + row * stride, stride, panels + c, steps, count,
-                           sums + c * count * 16, registers, RowPass{pass, passes});
+                           sums + c * count * 16, registers, RowPass{pass, passes, after});
       const bool is_split = at_once == 1;
       use_tile(Tile<Dot>{sums, is_split ? 16 : at_once * 16, is_split ? count * 16 : 16, row, count,
                          panel, left < per_tile ? static_cast<int>(left) : per_tile});

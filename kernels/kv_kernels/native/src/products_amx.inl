@@ -74,11 +74,12 @@ struct WeightFetch {
   static WeightFetch for_single_pass(const void* panels, int64_t distance) {
     return {static_cast<const char*>(panels) + distance, 16};
   }
-  // For one of several passes over two panels of `panel_tiles` tiles: its part of the next two.
-  static WeightFetch for_pass(const RowPass& pass, const void* panels, int64_t panel_tiles) {
-    const int lines = static_cast<int>(kvn::round_up(kvn::divide_up(32, pass.count), 2));
-    const int64_t distance = (2048 + pass.index * lines * 64) * panel_tiles;
-    return {static_cast<const char*>(panels) + distance, lines};
+  // For one of several passes over panels of `tiles` tiles: its part of the weights that follow.
+  static WeightFetch for_pass(const RowPass& pass, int64_t tiles) {
+    if (tiles == 0) return {pass.next.at, 0};
+    const int64_t lines =
+        kvn::round_up(kvn::divide_up(pass.next.bytes, 64 * tiles * pass.count), 2);
+    return {pass.next.at + pass.index * lines * 64 * tiles, static_cast<int>(lines)};
   }
   void advance() {
     for (int line = 0; line < lines; line += 2, at += 128) {
@@ -231,6 +232,61 @@ static void multiply_row_tiles(const typename Dot::X* x, ptrdiff_t row_stride,
     add_last_steps<Dot>(row, panel + tiles * kTileValues * 16, rest, out + r * 16);
   }
 }
+
+// As multiply_row_tiles, by one panel of a compact matrix. One tile of rows need not be as copy_tiles
+// has it.
+template <class Dot, int T, bool kIsTiled>
+static void multiply_compact_tiles(const typename Dot::X* x, ptrdiff_t row_stride,
+                                   const char* panel, int64_t in, int count,
+                                   typename Dot::Out* out, TileRegisters& registers) {
+  constexpr int64_t kTileValues = kTileSteps * Dot::kStep;  // of one row or channel
+  static_assert(kTileSteps == kvn::kBlockSteps, "a tile of weights is one block");
+  const int64_t steps = kvn::divide_up(in, Dot::kStep), tiles = steps / kTileSteps;
+  const ptrdiff_t row_tile = kTileRows * row_stride;
+  const size_t stride = kIsTiled ? 64 : static_cast<size_t>(row_stride) * sizeof(*x);
+  alignas(64) typename Dot::W weights[2][kvn::kBlockWeights];  // one is read, one is written
+  CompactReader reader(panel, in);
+  if constexpr (T == 1) {
+    registers.configure<1, 4>(count);
+  } else {
+    registers.configure<2, 2>(2 * kTileRows);
+  }
+  complete_stores(x);
+  _tile_zero(0);
+  if constexpr (T > 1) _tile_zero(1);
+  if constexpr (T > 2) _tile_zero(2);
+  if constexpr (T > 3) _tile_zero(3);
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t row_at = tile * kTileValues * (kIsTiled ? kTileRows : 1);
+    reader.expand_and_fetch(weights[tile % 2]);
+    complete_stores(weights);
+    _tile_loadd(6, weights[tile % 2], 64);
+    if constexpr (T == 1) {
+      _tile_loadd(4, x + row_at, stride);
+      KVN_TILE_PRODUCT(0, 4, 6);
+    } else {
+      KVN_ROW_TILE_PRODUCT(0)
+      KVN_ROW_TILE_PRODUCT(1)
+      KVN_ROW_TILE_PRODUCT(2)
+      KVN_ROW_TILE_PRODUCT(3)
+    }
+  }
+  _tile_stored(0, out, 64);
+  if constexpr (T > 1) _tile_stored(1, out + kTileRows * 16, 64);
+  if constexpr (T > 2) _tile_stored(2, out + 2 * kTileRows * 16, 64);
+  if constexpr (T > 3) _tile_stored(3, out + 3 * kTileRows * 16, 64);
+  complete_stores(out);
+  const int64_t rest = steps - tiles * kTileSteps;
+  if (rest == 0) return;
+  reader.expand_and_fetch(weights[0]);
+  for (int r = 0; r < count; ++r) {
+    const typename Dot::X* row =
+        kIsTiled
+            ? x + r / kTileRows * row_tile + (tiles * kTileRows + r % kTileRows) * kTileValues
+            : x + r * row_stride + tiles * kTileValues;
+    add_last_steps<Dot>(row, weights[0], rest, out + r * 16);
+  }
+}
 #undef KVN_ROW_TILE_PRODUCT
 #undef KVN_TILE_PRODUCT
 
@@ -243,11 +299,11 @@ struct TilePlan {
   bool are_rows_tiled;
 
   static constexpr int64_t kRowsPerBlock = 2 * kTileRows;
-  static constexpr int64_t kMaxSinglePassRows = 4 * kTileRows;
+  static constexpr int64_t kPassRows = 4 * kTileRows;
   static constexpr int64_t kFetchDistance = 8192;  // bytes
   static constexpr int64_t kRowBlockBytes = 1 << 20;
   static bool is_packed(int64_t) { return false; }
-  static bool is_single_pass(int64_t rows) { return rows <= kMaxSinglePassRows; }
+  static bool is_single_pass(int64_t rows) { return rows <= kPassRows; }
   static bool is_tiled(int64_t rows) { return rows > kTileRows; }
 
   static constexpr int64_t kKeyMultiple = 16 * Dot::kStep;
@@ -258,6 +314,7 @@ struct TilePlan {
   static TilePlan tiled(int64_t rows) {
     return is_single_pass(rows) ? TilePlan{rows, 1, true} : TilePlan{kRowsPerBlock, 2, true};
   }
+  static bool expands_in_passes(int64_t rows) { return rows <= 2 * kPassRows; }
 
   void multiply_rows(const typename Dot::X* x, ptrdiff_t stride,
                      const typename Dot::W* const* panels, int64_t steps, int count,
@@ -274,7 +331,7 @@ struct TilePlan {
     } else if (are_rows_tiled) {
       (count > kTileRows ? multiply_in_tiles<Dot, 2, 2, true> : multiply_in_tiles<Dot, 1, 2, true>)(
           x, stride, panels, steps, count, sums, registers,
-          WeightFetch::for_pass(pass, panels[0], steps / kTileSteps));
+          WeightFetch::for_pass(pass, steps / kTileSteps));
     } else if (panels_at_once == 2) {
       (count > kTileRows ? multiply_in_tiles<Dot, 2, 2, false>
                          : multiply_in_tiles<Dot, 1, 2, false>)(x, stride, panels, steps, count,
@@ -294,3 +351,17 @@ template <>
 struct MatrixPlan<DotInt8> {
   using Type = TilePlan<DotInt8>;
 };
+
+// Sums of the rows of one pass by one panel of a compact matrix.
+template <class Dot>
+static void multiply_compact_rows(const TilePlan<Dot>& plan, const typename Dot::X* x,
+                                  ptrdiff_t stride, const char* panel, int64_t in,
+                                  typename Dot::Out* sums, TileRegisters& registers) {
+  const int count = static_cast<int>(plan.rows_at_once);
+  (!plan.are_rows_tiled     ? multiply_compact_tiles<Dot, 1, false>
+   : count <= kTileRows     ? multiply_compact_tiles<Dot, 1, true>
+   : count <= 2 * kTileRows ? multiply_compact_tiles<Dot, 2, true>
+   : count <= 3 * kTileRows ? multiply_compact_tiles<Dot, 3, true>
+                            : multiply_compact_tiles<Dot, 4, true>)(x, stride, panel, in, count,
+                                                                    sums, registers);
+}

@@ -96,8 +96,8 @@ void ThreadTeam::run_jobs(Member& member) {
   for (uint32_t seen = 0;;) {
     wait_for_change([this] { return job_number_.load(); }, word_of(job_number_), seen, kJobSpins,
                     sleeping_on_job_);
-    if (stopping_) return;
     seen = job_number_.load();
+    if (stopping_) return;  // read after the number that the destructor has counted up
     if (!enter_job()) continue;
     member.stage = first_stage_;
     job_(argument_, member.number);

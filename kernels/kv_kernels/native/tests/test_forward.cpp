@@ -23,9 +23,8 @@ int64_t count_panels(int64_t out, bool is_gated) { return (out + 15) / 16 * (is_
 // A model with random weights, and all memory that it points to.
 class TestModel {
  public:
-  TestModel(int32_t format, bool is_int8, bool has_bias) : random_(7), format_(format) {
-    matrix_format_ = is_int8 ? static_cast<int32_t>(KVN_INT8) : format;
-    has_bias_ = has_bias;
+  TestModel(int32_t format, int32_t matrix_format, bool has_bias)
+      : random_(7), format_(format), matrix_format_(matrix_format), has_bias_(has_bias) {
     layers_.resize(kLayers);
     for (int64_t i = 0; i < kLayers; ++i) {
       KvnLayer& layer = layers_[static_cast<size_t>(i)];
@@ -171,8 +170,8 @@ std::vector<float> run_step(KvnContext* context, const std::vector<Part>& parts,
   return logits;
 }
 
-void check_sequences(int32_t format, bool is_int8, bool has_bias, bool has_int8_kv) {
-  TestModel test(format, is_int8, has_bias);
+void check_sequences(int32_t format, int32_t matrix_format, bool has_bias, bool has_int8_kv) {
+  TestModel test(format, matrix_format, has_bias);
   const int64_t row_bytes =
       has_int8_kv ? kDim + 4 : kDim * (format == KVN_FLOAT32 ? 4 : 2);
   std::vector<char> arena(
@@ -196,26 +195,33 @@ void check_sequences(int32_t format, bool is_int8, bool has_bias, bool has_int8_
   }
 }
 
-void check_all_instruction_sets(int32_t format, bool is_int8, bool has_bias) {
+void check_all_instruction_sets(int32_t format, int32_t matrix_format, bool has_bias) {
   for (const uint32_t features : kFeatureSets) {
     kvn_limit_cpu_features(features);
     for (const bool has_int8_kv : {false, true})
-      if (kvn_cpu_features()) check_sequences(format, is_int8, has_bias, has_int8_kv);
+      if (kvn_cpu_features()) check_sequences(format, matrix_format, has_bias, has_int8_kv);
   }
   kvn_limit_cpu_features(~0u);
 }
 
 }  // namespace
 
-TEST(a_sequence_is_computed_in_float32) { check_all_instruction_sets(KVN_FLOAT32, false, true); }
-TEST(a_sequence_is_computed_in_bfloat16) { check_all_instruction_sets(KVN_BFLOAT16, false, false); }
-TEST(a_sequence_is_computed_in_int8) { check_all_instruction_sets(KVN_FLOAT32, true, true); }
+TEST(a_sequence_is_computed_in_float32) {
+  check_all_instruction_sets(KVN_FLOAT32, KVN_FLOAT32, true);
+}
+TEST(a_sequence_is_computed_in_bfloat16) {
+  check_all_instruction_sets(KVN_BFLOAT16, KVN_BFLOAT16, false);
+}
+TEST(a_sequence_is_computed_with_compact_weights) {
+  check_all_instruction_sets(KVN_BFLOAT16, KVN_COMPACT_BFLOAT16, true);
+}
+TEST(a_sequence_is_computed_in_int8) { check_all_instruction_sets(KVN_FLOAT32, KVN_INT8, true); }
 TEST(a_sequence_is_computed_in_int8_and_bfloat16) {
-  check_all_instruction_sets(KVN_BFLOAT16, true, false);
+  check_all_instruction_sets(KVN_BFLOAT16, KVN_INT8, false);
 }
 
 TEST(tokens_do_not_depend_on_threads_or_other_rows) {
-  TestModel test(KVN_FLOAT32, false, false);
+  TestModel test(KVN_FLOAT32, KVN_FLOAT32, false);
   std::mt19937 random(3);
   std::normal_distribution<float> normal(0.0f, 2.0f);
   std::vector<float> logits(6 * kVocab);
@@ -243,7 +249,7 @@ TEST(tokens_do_not_depend_on_threads_or_other_rows) {
 }
 
 TEST(threads_end_with_their_context) {
-  TestModel test(KVN_FLOAT32, false, false);
+  TestModel test(KVN_FLOAT32, KVN_FLOAT32, false);
   for (int i = 0; i < 20; ++i) {
     KvnContext* context = kvn_create(&test.model, 1 + i % 4);
     CHECK(context != nullptr);

@@ -144,6 +144,14 @@ TEST(jobs_without_tasks_and_without_pauses) {
   CHECK(total == 20000);
 }
 
+// A member may come to its first job when the team is told to end.
+TEST(a_team_ends_right_after_its_job) {
+  for (int number = 0; number < 3000; ++number) {
+    std::unique_ptr<kvn::ThreadTeam> team(kvn::ThreadTeam::create(2));
+    for (int job = 0; job <= number % 3; ++job) team->run([](void*, int) {}, nullptr);
+  }
+}
+
 TEST(a_team_ends_while_its_members_sleep) {
   for (int number = 0; number < 50; ++number) {
     std::unique_ptr<kvn::ThreadTeam> team(kvn::ThreadTeam::create(4));

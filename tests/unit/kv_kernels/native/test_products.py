@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_kernels.native.matrix import MatrixLayout
+from kv_kernels.native.matrix import MatrixLayout, NotCompactError
 from kv_kernels.native.model import NativeModel
 from kv_kernels.native.native_library import CpuFeature, NativeLibrary, load_library
 from kv_kernels.native.structures import Format, KvnLayer, KvnLinear, KvnModel
@@ -26,6 +26,12 @@ pytestmark = pytest.mark.skipif(
     not isinstance(_LIBRARY, NativeLibrary), reason=f"no native kernels: {_LIBRARY.describe()}"
 )
 _DTYPES = {Format.FLOAT32: torch.float32, Format.BFLOAT16: torch.bfloat16}
+_ACTIVATIONS = {  # of a matrix that is stored in a format
+    Format.FLOAT32: Format.FLOAT32,
+    Format.BFLOAT16: Format.BFLOAT16,
+    Format.INT8: Format.BFLOAT16,
+    Format.COMPACT_BFLOAT16: Format.BFLOAT16,
+}
 
 
 def get_functions() -> ctypes.CDLL:
@@ -87,6 +93,7 @@ class PackedMatrix:
     rows=st.sampled_from([1, 2, 5, 6, 7, 12, 13, 16, 24, 25, 37, 61, 64, 65, 113]),
     activations=st.sampled_from([Format.FLOAT32, Format.BFLOAT16]),
     is_int8=st.booleans(),
+    is_compact=st.booleans(),
     is_gated=st.booleans(),
     has_bias=st.booleans(),
     seed=st.integers(0, 99),
@@ -98,11 +105,14 @@ def test_product_equals_that_of_torch(
     rows: int,
     activations: Format,
     is_int8: bool,
+    is_compact: bool,
     is_gated: bool,
     has_bias: bool,
     seed: int,
 ) -> None:
     stored = Format.INT8 if is_int8 else activations
+    if stored is Format.BFLOAT16 and is_compact:
+        stored = Format.COMPACT_BFLOAT16
     layout = MatrixLayout(inputs, outputs, stored, is_gated, has_bias)
     matrix = PackedMatrix(layout, _DTYPES[activations], seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -119,7 +129,7 @@ def test_product_equals_that_of_torch(
 def test_row_does_not_depend_on_the_other_rows_or_the_threads(
     features: CpuFeature, stored: Format
 ) -> None:
-    activations = Format.BFLOAT16 if stored is Format.INT8 else stored
+    activations = _ACTIVATIONS[stored]
     matrix = PackedMatrix(MatrixLayout(96, 80, stored, True, True), _DTYPES[activations], 3)
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(4)).to(_DTYPES[activations])
     with limited_features(features):
@@ -140,7 +150,7 @@ def test_value_that_is_not_finite_reaches_the_result(
 ) -> None:
     """It is found in the logits: no kernel may lose it on the way."""
     matrix = PackedMatrix(MatrixLayout(40, 20, stored), torch.float32, 0)
-    activations = Format.BFLOAT16 if stored is Format.BFLOAT16 else Format.FLOAT32
+    activations = Format.FLOAT32 if stored is Format.INT8 else _ACTIVATIONS[stored]
     x = torch.ones(3, 40, dtype=_DTYPES[activations])
     x[1, 7] = value
     with limited_features(features):
@@ -164,3 +174,75 @@ def test_int8_integers_are_those_of_the_reference() -> None:
             found = model.multiply(layout.describe(region.ctypes.data), x)
         assert torch.equal(found, Int8Linear(weight)(x))
         assert torch.equal(found, x @ weight.T)
+
+
+def pack_weights(stored: Format, *weights: torch.Tensor) -> tuple[np.ndarray, KvnLinear]:
+    """Memory of a packed matrix, and the matrix; two weights are gated."""
+    outputs, inputs = weights[0].shape
+    layout = MatrixLayout(inputs, outputs, stored, is_gated=len(weights) == 2)
+    region = np.zeros(layout.nbytes, np.uint8)
+    layout.pack(get_functions(), region.data, weights)
+    return region, layout.describe(region.ctypes.data)
+
+
+@pytest.mark.parametrize("features", FEATURE_PARAMS)
+@settings(max_examples=30, deadline=None)
+@given(
+    inputs=st.integers(1, 200),
+    outputs=st.integers(1, 70),
+    rows=st.sampled_from([1, 3, 7, 16, 24, 25, 48, 64, 65, 79, 100, 128, 129, 200]),
+    num_rare=st.integers(0, 20),
+    is_gated=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_compact_weights_give_the_same_bits(
+    features: CpuFeature,
+    inputs: int,
+    outputs: int,
+    rows: int,
+    num_rare: int,
+    is_gated: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = [
+        torch.randn(outputs, inputs, generator=generator).bfloat16() for _ in range(1 + is_gated)
+    ]
+    for weight in weights:
+        # Exponents that few weights of a panel have: tiny, huge, and zeros of both signs.
+        places = torch.randint(0, outputs * inputs, (num_rare,), generator=generator)
+        values = torch.tensor([1e-20, -1e-30, 3e7, 0.0, -0.0, 1e-38]).bfloat16()
+        weight.view(-1)[places] = values[torch.arange(num_rare) % len(values)]
+    x = torch.randn(rows, inputs, generator=generator).bfloat16()
+    plain, compact = (
+        pack_weights(stored, *weights) for stored in (Format.BFLOAT16, Format.COMPACT_BFLOAT16)
+    )
+    with limited_features(features):
+        model = make_model(Format.BFLOAT16)
+        expected, found = model.multiply(plain[1], x), model.multiply(compact[1], x)
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+def test_compact_weights_take_three_quarters_of_the_memory() -> None:
+    plain, compact = (
+        MatrixLayout(4096, 4096, stored).nbytes
+        for stored in (Format.BFLOAT16, Format.COMPACT_BFLOAT16)
+    )
+    assert 0.75 < compact / plain < 0.755
+    assert compact == 256 * get_functions().kvn_panel_bytes(4096, Format.COMPACT_BFLOAT16)
+
+
+def test_weights_with_too_many_exponents_are_not_compact() -> None:
+    exponents = torch.randint(-100, 100, (32, 64), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(NotCompactError, match="too many different exponents"):
+        pack_weights(Format.COMPACT_BFLOAT16, torch.ldexp(torch.ones(32, 64), exponents).bfloat16())
+
+
+def test_weights_that_are_not_finite_stay_so_in_compact_form() -> None:
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[3, 5], weight[7, 60] = float("nan"), float("inf")
+    _, linear = pack_weights(Format.COMPACT_BFLOAT16, weight)
+    found = make_model(Format.BFLOAT16).multiply(linear, torch.ones(1, 64).bfloat16())[0]
+    assert found[3].isnan()
+    assert found[7].isinf()
+    assert found[[i for i in range(16) if i not in (3, 7)]].isfinite().all()

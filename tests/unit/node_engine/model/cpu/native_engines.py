@@ -103,6 +103,7 @@ def load_engine(
     quantization: Quantization = UNQUANTIZED,
     kv_dtype: str = "",  # "": dtype
     features: CpuFeature = ALL_FEATURES,
+    compact_weights: bool = True,
 ) -> BaseEngine:
     assert isinstance(LIBRARY, NativeLibrary)
     LIBRARY.functions.kvn_limit_cpu_features(features)
@@ -116,7 +117,9 @@ def load_engine(
             CPU,
             config.max_position_embeddings,
         )
-        return load_native_engine(model, LIBRARY, threads, is_dummy=True)
+        return load_native_engine(
+            model, LIBRARY, threads, is_dummy=True, compact_weights=compact_weights
+        )
     finally:
         LIBRARY.functions.kvn_limit_cpu_features(ALL_FEATURES)
 

@@ -1,0 +1,126 @@
+// Products with matrices in KVN_COMPACT_BFLOAT16. Included after products.inl by one file for each
+// instruction set, inside its namespace. Weights are expanded to what they were, and multiplied as
+// those of KVN_BFLOAT16 are: results are the same bit for bit.
+
+// Reads the weights of one panel in their order.
+class CompactReader {
+ public:
+  CompactReader() = default;
+  CompactReader(const char* panel, int64_t in)
+      : header_(reinterpret_cast<const kvn::CompactHeader*>(panel)),
+        rare_(header_->rare),
+        block_(panel + kvn::count_header_bytes(in)) {}
+
+  // Expand the next kBlockSteps steps to `out` [kBlockSteps][16][2], which starts on a cache line.
+  void expand_block(uint16_t* out) {
+    expand_steps(reinterpret_cast<const uint8_t*>(block_), header_->exponents, out);
+    block_ += kvn::kBlockBytes;
+    const uint32_t end = first_weight_ + kvn::kBlockWeights;
+    for (; *rare_ >> 8 < end; ++rare_) {
+      uint16_t& weight = out[(*rare_ >> 8) - first_weight_];
+      const uint32_t exponent = *rare_ & 0xff;
+      weight = static_cast<uint16_t>((weight & ~kvn::kExponentBits) | exponent << 7);
+    }
+    first_weight_ = end;
+  }
+
+  // The same; also fetch the block that is kFetchDistance bytes ahead.
+  void expand_and_fetch(uint16_t* out) {
+    for (int line = 0; line < kvn::kBlockBytes / 64; ++line)
+      _mm_prefetch(block_ + kFetchDistance + line * 64, _MM_HINT_T1);
+    expand_block(out);
+  }
+
+ private:
+  static constexpr int64_t kFetchDistance = 8192;  // bytes
+  const kvn::CompactHeader* header_ = nullptr;
+  const uint32_t* rare_ = nullptr;
+  const char* block_ = nullptr;
+  uint32_t first_weight_ = 0;
+};
+
+// Expand a whole panel to `out`, of kvn::count_expanded_bytes(in) bytes.
+static void expand_panel(const char* panel, int64_t in, uint16_t* out) {
+  CompactReader reader(panel, in);
+  for (int64_t block = 0; block < kvn::count_blocks(in); ++block)
+    reader.expand_and_fetch(out + block * kvn::kBlockWeights);
+}
+
+// As multiply_tile, for one panel.
+template <int R, bool kIsPacked>
+static void multiply_compact_tile(const DotBF16::X* x, ptrdiff_t row_stride, const char* panel,
+                                  int64_t in, DotBF16::Out* out) {  // [R][16]
+  using Dot = DotBF16;
+  constexpr int kWordValues = 4 / sizeof(*x);
+  alignas(64) uint16_t weights[kvn::kBlockWeights];
+  typename Dot::Acc acc[R];
+#pragma GCC unroll 24
+  for (int r = 0; r < R; ++r) acc[r] = Dot::zero();
+  CompactReader reader(panel, in);
+  const int64_t steps = kvn::divide_up(in, Dot::kStep);
+  for (int64_t first = 0; first < steps; first += kvn::kBlockSteps) {
+    reader.expand_and_fetch(weights);
+    const int64_t left = steps - first;
+    const int64_t count = left < kvn::kBlockSteps ? left : kvn::kBlockSteps;
+    const Dot::X* inputs = x + first * Dot::kStep * (kIsPacked ? R : 1);
+    for (int64_t k = 0; k < count; ++k) {
+      const auto step = Dot::load_weights(weights + k * 16 * Dot::kStep);
+      const Dot::X* at = inputs + k * Dot::kStep * (kIsPacked ? R : 1);
+#pragma GCC unroll 24
+      for (int r = 0; r < R; ++r)
+        acc[r] = Dot::accumulate(acc[r],
+                                 Dot::broadcast(at + r * (kIsPacked ? kWordValues : row_stride),
+                                                kIsPacked ? R * kWordValues : kWordValues),
+                                 step);
+    }
+  }
+#pragma GCC unroll 24
+  for (int r = 0; r < R; ++r) Dot::store(out + r * 16, acc[r]);
+}
+
+using CompactTileFunction = void (*)(const DotBF16::X*, ptrdiff_t, const char*, int64_t,
+                                     DotBF16::Out*);
+
+template <int R, bool kIsPacked>
+struct CompactTileChooser {
+  static CompactTileFunction choose(int rows) {
+    if (rows == R) return &multiply_compact_tile<R, kIsPacked>;
+    return CompactTileChooser<R - 1, kIsPacked>::choose(rows);
+  }
+};
+template <bool kIsPacked>
+struct CompactTileChooser<0, kIsPacked> {
+  static CompactTileFunction choose(int) { return nullptr; }
+};
+
+// Sums of the rows of one pass by one panel, by vector instructions. products_amx.inl has others.
+template <class Dot>
+static void multiply_compact_rows(const VectorPlan<Dot>& plan, const typename Dot::X* x,
+                                  ptrdiff_t stride, const char* panel, int64_t in,
+                                  typename Dot::Out* sums, typename VectorPlan<Dot>::Registers&) {
+  const int rows = static_cast<int>(plan.rows_at_once);
+  (plan.are_rows_packed ? CompactTileChooser<kMaxPackedRows, true>::choose(rows)
+                        : CompactTileChooser<kMaxSinglePassRows, false>::choose(rows))(
+      x, stride, panel, in, sums);
+}
+
+// As multiply(), for passes of `pass_rows` rows that make_plan(rows) multiplies in a single pass.
+template <class Plan, class MakePlan, class UseTile>
+static void multiply_compact(const MakePlan& make_plan, const DotBF16::X* x, ptrdiff_t stride,
+                             int64_t rows, int64_t pass_rows, const char* weights,
+                             int64_t num_panels, int64_t in, typename Plan::Registers& registers,
+                             UseTile&& use_tile) {
+  alignas(64) DotBF16::Out sums[kMaxTileSums * 16];
+  const int64_t panel_bytes = kvn::count_compact_bytes(in);
+  for (int64_t panel = 0; panel < num_panels; panel += 2) {
+    const int panels = num_panels - panel < 2 ? 1 : 2;
+    for (int64_t row = 0; row < rows; row += pass_rows) {
+      const int64_t count = rows - row < pass_rows ? rows - row : pass_rows;
+      const Plan plan = make_plan(count);
+      for (int c = 0; c < panels; ++c)
+        multiply_compact_rows(plan, x + row * stride, stride, weights + (panel + c) * panel_bytes,
+                              in, sums + c * count * 16, registers);
+      use_tile(Tile<DotBF16>{sums, 16, static_cast<int>(count) * 16, row, count, panel, panels});
+    }
+  }
+}
