@@ -5,15 +5,17 @@
 // Reads the weights of one panel in their order.
 class CompactReader {
  public:
-  CompactReader() = default;
   CompactReader(const char* panel, int64_t in)
-      : header_(reinterpret_cast<const kvn::CompactHeader*>(panel)),
-        rare_(header_->rare),
+      : exponents_(reinterpret_cast<const uint8_t*>(panel)),
+        rare_(reinterpret_cast<const uint32_t*>(panel + kvn::kNumExponents)),
         block_(panel + kvn::count_header_bytes(in)) {}
 
-  // Expand the next kBlockSteps steps to `out` [kBlockSteps][16][2], which starts on a cache line.
+  // Expand the next kBlockSteps steps to `out` [kBlockSteps][16][2], which starts on a cache line,
+  // and fetch the block that is kFetchDistance bytes ahead.
   void expand_block(uint16_t* out) {
-    expand_steps(reinterpret_cast<const uint8_t*>(block_), header_->exponents, out);
+    for (int line = 0; line < kvn::kBlockBytes / 64; ++line)
+      _mm_prefetch(block_ + kFetchDistance + line * 64, _MM_HINT_T1);
+    expand_steps(reinterpret_cast<const uint8_t*>(block_), exponents_, out);
     block_ += kvn::kBlockBytes;
     const uint32_t end = first_weight_ + kvn::kBlockWeights;
     for (; *rare_ >> 8 < end; ++rare_) {
@@ -24,18 +26,11 @@ class CompactReader {
     first_weight_ = end;
   }
 
-  // The same; also fetch the block that is kFetchDistance bytes ahead.
-  void expand_and_fetch(uint16_t* out) {
-    for (int line = 0; line < kvn::kBlockBytes / 64; ++line)
-      _mm_prefetch(block_ + kFetchDistance + line * 64, _MM_HINT_T1);
-    expand_block(out);
-  }
-
  private:
   static constexpr int64_t kFetchDistance = 8192;  // bytes
-  const kvn::CompactHeader* header_ = nullptr;
-  const uint32_t* rare_ = nullptr;
-  const char* block_ = nullptr;
+  const uint8_t* exponents_;
+  const uint32_t* rare_;
+  const char* block_;
   uint32_t first_weight_ = 0;
 };
 
@@ -43,7 +38,7 @@ class CompactReader {
 static void expand_panel(const char* panel, int64_t in, uint16_t* out) {
   CompactReader reader(panel, in);
   for (int64_t block = 0; block < kvn::count_blocks(in); ++block)
-    reader.expand_and_fetch(out + block * kvn::kBlockWeights);
+    reader.expand_block(out + block * kvn::kBlockWeights);
 }
 
 // As multiply_tile, for one panel.
@@ -59,7 +54,7 @@ static void multiply_compact_tile(const DotBF16::X* x, ptrdiff_t row_stride, con
   CompactReader reader(panel, in);
   const int64_t steps = kvn::divide_up(in, Dot::kStep);
   for (int64_t first = 0; first < steps; first += kvn::kBlockSteps) {
-    reader.expand_and_fetch(weights);
+    reader.expand_block(weights);
     const int64_t left = steps - first;
     const int64_t count = left < kvn::kBlockSteps ? left : kvn::kBlockSteps;
     const Dot::X* inputs = x + first * Dot::kStep * (kIsPacked ? R : 1);

@@ -77,12 +77,11 @@ void pack_row(const KvnPack& pack, Source<T> source, int64_t panel, int64_t lane
   pack.channel_sums[panel * 16 + lane] = sum;
 }
 
-// Count how many of `values` have each exponent, and keep the most frequent ones, of equally frequent
-// ones the smallest.
+// Choose the kNumExponents most frequent exponents of `values`; of equally frequent ones the least.
 void choose_exponents(const uint16_t* values, int64_t count, uint8_t* exponents) {
   int64_t frequency[256] = {};
   for (int64_t i = 0; i < count; ++i) ++frequency[values[i] >> 7 & 0xff];
-  for (int number = 0; number < 16; ++number) {
+  for (int number = 0; number < kvn::kNumExponents; ++number) {
     int most = 0;
     for (int exponent = 1; exponent < 256; ++exponent)
       if (frequency[exponent] > frequency[most]) most = exponent;
@@ -97,18 +96,20 @@ uint16_t swap_bytes(uint16_t word) { return static_cast<uint16_t>(word << 8 | wo
 // if too many of them have a rare exponent.
 bool pack_compact_panel(const uint16_t* values, int64_t in, char* panel) {
   const int64_t count = kvn::count_blocks(in) * kvn::kBlockWeights;
-  auto* header = reinterpret_cast<kvn::CompactHeader*>(panel);
-  auto* rare = reinterpret_cast<uint32_t*>(panel + sizeof header->exponents);
-  const uint32_t* last_rare = rare + kvn::count_rare_entries(in) - 1;
-  choose_exponents(values, count, header->exponents);
+  auto* exponents = reinterpret_cast<uint8_t*>(panel);
+  auto* rare = reinterpret_cast<uint32_t*>(panel + kvn::kNumExponents);
+  const int64_t most_rare = kvn::count_rare_entries(in) - 1;
+  int64_t num_rare = 0;
+  choose_exponents(values, count, exponents);
   uint8_t numbers[256];
   memset(numbers, 0xff, sizeof numbers);
-  for (uint8_t number = 0; number < 16; ++number) numbers[header->exponents[number]] = number;
+  for (uint8_t number = 0; number < kvn::kNumExponents; ++number)
+    numbers[exponents[number]] = number;
   const auto find_number = [&](int64_t position) -> uint16_t {
     const int exponent = values[position] >> 7 & 0xff;
     if (numbers[exponent] != 0xff) return numbers[exponent];
-    if (rare < last_rare) *rare = static_cast<uint32_t>(position << 8 | exponent);
-    ++rare;
+    if (num_rare < most_rare) rare[num_rare] = static_cast<uint32_t>(position << 8 | exponent);
+    ++num_rare;
     return 0;
   };
   auto* out = reinterpret_cast<uint16_t*>(panel + kvn::count_header_bytes(in));
@@ -125,8 +126,8 @@ bool pack_compact_panel(const uint16_t* values, int64_t in, char* panel) {
                                           found[i + 96] << 12);
     }
   }
-  if (rare > last_rare) return false;
-  *rare = kvn::kNoMore;
+  if (num_rare > most_rare) return false;
+  rare[num_rare] = kvn::kNoMore;
   return true;
 }
 

@@ -258,7 +258,7 @@ static void multiply_compact_tiles(const typename Dot::X* x, ptrdiff_t row_strid
   if constexpr (T > 3) _tile_zero(3);
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t row_at = tile * kTileValues * (kIsTiled ? kTileRows : 1);
-    reader.expand_and_fetch(weights[tile % 2]);
+    reader.expand_block(weights[tile % 2]);
     complete_stores(weights);
     _tile_loadd(6, weights[tile % 2], 64);
     if constexpr (T == 1) {
@@ -278,7 +278,7 @@ static void multiply_compact_tiles(const typename Dot::X* x, ptrdiff_t row_strid
   complete_stores(out);
   const int64_t rest = steps - tiles * kTileSteps;
   if (rest == 0) return;
-  reader.expand_and_fetch(weights[0]);
+  reader.expand_block(weights[0]);
   for (int r = 0; r < count; ++r) {
     const typename Dot::X* row =
         kIsTiled
