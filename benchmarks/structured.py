@@ -28,7 +28,7 @@ from benchmarks.steps.step_node import StepNode
 from node_engine.core.step.engine import Engine
 from node_engine.host.cpu_kernels import load_cpu_kernels
 from node_engine.host.engine_factory import choose_sampler
-from node_engine.model.model_loader import load_model_engine
+from node_engine.model.model_loader import NativeOptions, load_model_engine
 from node_engine.structured_output.constraint_factory import ConstraintFactory
 from node_engine.structured_output.grammar_state import GrammarState
 
@@ -142,13 +142,14 @@ def start_node(options: argparse.Namespace) -> Iterator[tuple[StepNode, Engine, 
         folder = write_llama_folder(
             Path(root, "model"), shape | {"eos_token_id": shape["vocab_size"] - 1}
         )
+        library = load_cpu_kernels(NodeConfig())
         engine = load_model_engine(
             folder,
             device="cpu",
             load_format="dummy",
             threads=options.threads,
             sampler=choose_sampler(),
-            native_library=load_cpu_kernels(NodeConfig()),
+            native=NativeOptions(library) if library is not None else None,
         )
         factory = ConstraintFactory(
             folder / TOKENIZER_FILE,

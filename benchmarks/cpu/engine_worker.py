@@ -19,6 +19,7 @@ from benchmarks.device.step_bounds import list_layer_products
 from kv_kernels.native.matrix import MatrixLayout
 from kv_kernels.native.native_library import NativeLibrary, load_library
 from kv_kernels.native.structures import Format
+from node_engine.model.cpu.native_loader import NativeOptions
 
 _WARM_UP_TOKENS = 512
 _TURN_STEPS = 4  # decode steps between two measurements of the read rate
@@ -131,14 +132,10 @@ def load_engine(
     model: MeasuredModel, variant: EngineVariant, threads: int, cache_bytes: int
 ) -> None:
     """Load the engine that the next calls in this process measure."""
-    options: dict[str, Any] = {
-        "threads": threads,
-        "quantize": variant.quantization,
-        "compact_weights": variant.compact_weights,
-    }
+    options: dict[str, Any] = {"threads": threads, "quantize": variant.quantization}
     library = load_library()
     if variant.kernels == _NATIVE and isinstance(library, NativeLibrary):
-        options["native_library"] = library
+        options["native"] = NativeOptions(library, compact_weights=variant.compact_weights)
     sizes = EngineSizes(max_batched_tokens=_WARM_UP_TOKENS, cache_bytes=cache_bytes)
     _Process.loaded = LoadedEngine(model, "cpu", sizes, **options)
 

@@ -63,12 +63,13 @@ def _build_model_engine(
     weights: "PackedWeightStore | None",
 ) -> Engine:
     from node_engine.host.cpu_kernels import load_cpu_kernels, open_weight_sharing
-    from node_engine.model.model_loader import load_model_engine
+    from node_engine.model.model_loader import NativeOptions, load_model_engine
 
     library = load_cpu_kernels(config) if device == "cpu" else None
-    open_sharing = None
+    native = None
     if library is not None:
         open_sharing = partial(open_weight_sharing, config, library, weights)
+        native = NativeOptions(library, open_sharing, config.compact_weights)
     elif weights is not None:
         weights.cancel_opening()
     return load_model_engine(
@@ -85,9 +86,7 @@ def _build_model_engine(
         sampler=choose_sampler(),
         max_num_seqs=limits.max_num_seqs,
         deterministic=config.deterministic,
-        native_library=library,
-        open_sharing=open_sharing,
-        compact_weights=config.compact_weights,
+        native=native,
     )
 
 

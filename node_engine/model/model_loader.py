@@ -10,10 +10,9 @@ import torch
 from baton.errors import ConfigError, OutOfMemory
 from baton.models.model_identity import FP8, UNQUANTIZED, KVDType, Quantization
 from kv_kernels.dispatch import kernels_for
-from kv_kernels.native.native_library import NativeLibrary
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
-from node_engine.model.cpu.native_loader import OpenSharing, load_native_engine
+from node_engine.model.cpu.native_loader import NativeOptions, load_native_engine
 from node_engine.model.loading.resolved_model import (
     Device,
     DType,
@@ -27,7 +26,14 @@ from node_engine.model.model_engine import ModelEngine, Sampler
 from node_engine.model.sampling.sampler import sample_tokens
 from node_engine.model.transformer import Transformer
 
-__all__ = ["DType", "Device", "LoadFormat", "load_model_engine", "resolve_device"]
+__all__ = [
+    "DType",
+    "Device",
+    "LoadFormat",
+    "NativeOptions",
+    "load_model_engine",
+    "resolve_device",
+]
 
 DEFAULT_MAX_NUM_SEQS = 256  # sequences of the largest decode step that is captured
 LoadFormat = Literal["auto", "dummy"]
@@ -50,19 +56,15 @@ def load_model_engine(
     quantize: Quantization = UNQUANTIZED,
     kv_dtype: KVDType = "auto",
     emulates_fp8: bool = False,
-    native_library: NativeLibrary | None = None,
-    open_sharing: OpenSharing | None = None,
-    compact_weights: bool = True,
+    native: NativeOptions | None = None,
 ) -> BaseEngine:
     """Build an engine from a Hugging Face folder.
 
     `threads` is the number of threads of a forward pass; None for as many as torch has. On a CPU
-    `native_library` computes if it is given, on weights that nodes share if `open_sharing` is.
-    With `compact_weights` it stores bfloat16 in 12 bits a weight, without loss. On a GPU, decode
-    steps of up to `max_num_seqs` sequences are captured in graphs if `uses_graphs`; with
-    `deterministic`, `choose_kernels` has to choose batch-invariant ones. With `emulates_fp8`, a CPU
-    computes in FP8 too: the same numbers, slowly, for comparisons. Raises ConfigError for what is
-    not served.
+    the kernels of `native` compute if they are given. On a GPU, decode steps of up to
+    `max_num_seqs` sequences are captured in graphs if `uses_graphs`; with `deterministic`,
+    `choose_kernels` has to choose batch-invariant ones. With `emulates_fp8`, a CPU computes in FP8
+    too: the same numbers, slowly, for comparisons. Raises ConfigError for what is not served.
     """
     torch.set_num_threads(threads or torch.get_num_threads())
     model = resolve_model(
@@ -76,16 +78,14 @@ def load_model_engine(
         emulates_fp8=emulates_fp8,
     )
     is_dummy = load_format == "dummy"
-    if native_library and _has_native_kernels(model):
-        return _load_native(
-            model, native_library, open_sharing, is_dummy=is_dummy, compact_weights=compact_weights
-        )
+    if native and _has_native_kernels(model):
+        return _load_native(model, native, is_dummy=is_dummy)
     _check_determinism(model.device, deterministic=deterministic)
     choose = choose_kernels or partial(kernels_for, deterministic=deterministic)
-    if model.device.type == "cuda":
-        rows = max_num_seqs if uses_graphs else 0
-        return _load_gpu(model, choose, rows, deterministic, is_dummy=is_dummy)
-    return _load_torch(model, choose(model.device), sampler, is_dummy=is_dummy)
+    if model.device.type == "cpu":
+        return _load_torch(model, choose(model.device), sampler, is_dummy=is_dummy)
+    graph_rows = max_num_seqs if uses_graphs else 0
+    return _load_gpu(model, choose, graph_rows, deterministic, is_dummy=is_dummy)
 
 
 def _has_native_kernels(model: ResolvedModel) -> bool:
@@ -93,28 +93,14 @@ def _has_native_kernels(model: ResolvedModel) -> bool:
     return model.device.type == "cpu" and model.quantization != FP8
 
 
-def _load_native(
-    model: ResolvedModel,
-    library: NativeLibrary,
-    open_sharing: OpenSharing | None,
-    *,
-    is_dummy: bool,
-    compact_weights: bool,
-) -> BaseEngine:
+def _load_native(model: ResolvedModel, native: NativeOptions, *, is_dummy: bool) -> BaseEngine:
     threads = torch.get_num_threads()
     with (
         torch.inference_mode(),
         report_too_large_model(model.config, model.dtype, model.device),
     ):
         try:
-            engine = load_native_engine(
-                model,
-                library,
-                threads,
-                is_dummy=is_dummy,
-                open_sharing=open_sharing,
-                compact_weights=compact_weights,
-            )
+            engine = load_native_engine(model, native, threads, is_dummy=is_dummy)
         except MemoryError as error:
             raise OutOfMemory(str(error)) from error
     # What torch still computes is small: its threads would spin on the cores of the kernels.

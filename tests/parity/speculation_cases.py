@@ -11,7 +11,7 @@ from baton.process.clock import monotonic_clock
 from baton.types import AttemptSpec, GrammarKind, SamplingParams, StructuredOutput, TokenEvent
 from kv_kernels.native.native_library import NativeLibrary, load_library
 from node_engine.model.common.base_engine import BaseEngine
-from node_engine.model.model_loader import load_model_engine
+from node_engine.model.model_loader import NativeOptions, load_model_engine
 from node_engine.structured_output.constraint_factory import ConstraintFactory
 from tests.models import VOCAB_SIZE
 from tests.speculating_node import SpeculatingNode, make_speculated_work
@@ -56,7 +56,7 @@ def load_engine(folder: Path, kernels: str, dtype: str = "auto") -> BaseEngine:
         folder,
         dtype=dtype,  # type: ignore[arg-type]
         device="cpu",
-        native_library=library,
+        native=NativeOptions(library),
         threads=2,
     )
 

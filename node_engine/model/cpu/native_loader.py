@@ -31,6 +31,17 @@ OpenSharing = Callable[[], WeightSharing]
 
 
 @dataclass(frozen=True, slots=True)
+class NativeOptions:
+    """The native kernels that compute a model, and how its weights are stored for them."""
+
+    library: NativeLibrary
+    # Where nodes share packed weights; called for a model of MIN_SHARED_BYTES or more.
+    open_sharing: OpenSharing | None = None
+    # Matrices in bfloat16 take 12 bits a weight, unless they have too many different exponents.
+    compact_weights: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class _FoundWeights:
     addresses: Mapping[str, int]  # of the regions, by name
     memory: object  # what has to stay alive for them
@@ -40,29 +51,21 @@ class _FoundWeights:
 
 def load_native_engine(
     model: ResolvedModel,
-    library: NativeLibrary,
+    native: NativeOptions,
     threads: int,
     *,
     is_dummy: bool = False,
-    open_sharing: OpenSharing | None = None,
-    compact_weights: bool = True,
 ) -> NativeEngine:
     """Build an engine over native kernels.
 
-    `open_sharing` is called for a model of MIN_SHARED_BYTES or more. With `compact_weights`,
-    matrices in bfloat16 take 12 bits a weight, unless the model has too many different exponents.
     Raises ConfigError for what is not served, MemoryError if there is no memory or thread left.
     """
-    config, quantization, dtype = model.config, model.quantization, TORCH_DTYPES[model.dtype]
-    plan = WeightPlan(config, model.dtype, quantization, library, is_compact=compact_weights)
+    library = native.library
+    config, quantization = model.config, model.quantization
+    plan = WeightPlan(config, model.dtype, quantization, library, is_compact=native.compact_weights)
     is_large = sum(region.nbytes for region in plan.regions) >= MIN_SHARED_BYTES
-    sharing = open_sharing() if open_sharing is not None and is_large else None
-    tensors: CheckpointTensors | DummyTensors
-    if is_dummy:
-        tensors = DummyTensors(config, dtype, model.device, quantization)
-    else:
-        tensors = CheckpointTensors(model.folder, config, dtype, model.device, quantization)
-    with closing(tensors):
+    sharing = native.open_sharing() if native.open_sharing is not None and is_large else None
+    with closing(_open_tensors(model, is_dummy=is_dummy)) as tensors:
         if isinstance(tensors, CheckpointTensors):
             digests = sharing.digests if sharing else None
             digest = find_model_digest(model.folder, tensors, digests)
@@ -74,11 +77,11 @@ def load_native_engine(
             log.get_logger("engine").info("weights are not compact", reason=str(error))
             plan = WeightPlan(config, model.dtype, quantization, library)
             found = _find_weights(plan, tensors, digest, library, sharing)
-    native = build_native_model(
+    packed = build_native_model(
         config, model.dtype, plan, found.addresses, found.memory, library, threads
     )
     engine = NativeEngine(
-        config, native, model.layout, model.max_model_len, digest, quantization, model.dtype
+        config, packed, model.layout, model.max_model_len, digest, quantization, model.dtype
     )
     engine.compute_device = replace(
         engine.compute_device,
@@ -86,6 +89,13 @@ def load_native_engine(
         packed_weight_source=found.source,
     )
     return engine
+
+
+def _open_tensors(model: ResolvedModel, *, is_dummy: bool) -> CheckpointTensors | DummyTensors:
+    dtype = TORCH_DTYPES[model.dtype]
+    if is_dummy:
+        return DummyTensors(model.config, dtype, model.device, model.quantization)
+    return CheckpointTensors(model.folder, model.config, dtype, model.device, model.quantization)
 
 
 def _find_weights(

@@ -24,7 +24,7 @@ from node_engine.core.step.step_batch import (
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.config.rope import RopeConfig
-from node_engine.model.cpu.native_loader import load_native_engine
+from node_engine.model.cpu.native_loader import NativeOptions, load_native_engine
 from node_engine.model.loading.resolved_model import ResolvedModel
 from node_engine.model.loading.weights import build_dummy_weights
 from node_engine.model.model_engine import ModelEngine
@@ -117,9 +117,8 @@ def load_engine(
             CPU,
             config.max_position_embeddings,
         )
-        return load_native_engine(
-            model, LIBRARY, threads, is_dummy=True, compact_weights=compact_weights
-        )
+        native = NativeOptions(LIBRARY, compact_weights=compact_weights)
+        return load_native_engine(model, native, threads, is_dummy=True)
     finally:
         LIBRARY.functions.kvn_limit_cpu_features(ALL_FEATURES)
 
