@@ -54,7 +54,7 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
         bool,
         help_text(
             "Store bfloat16 weights in 12 bits without loss, for native CPU kernels: the same "
-            "tokens in shorter steps of few sequences; long prompts take a little longer"
+            "tokens, and steps that wait for memory take less time; prompts may take a little more"
         ),
     ] = True
     threads: Annotated[

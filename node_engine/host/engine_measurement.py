@@ -86,6 +86,7 @@ def _make_cache_key(config: NodeConfig, engine: Engine) -> dict[str, object]:
         "model": engine.model_identity.digest.hex(),
         "engine": type(engine).__name__,
         "kernels": _describe_kernels(config),
+        "compact_weights": config.compact_weights,
         "threads": count_compute_threads(config),
         "cores": sorted(os.sched_getaffinity(0)),
         "usable_cores": count_usable_cores(),

@@ -75,6 +75,8 @@ def load_native_engine(
             found = _find_weights(plan, tensors, digest, library, sharing)
         except NotCompactError as error:
             log.get_logger("engine").info("weights are not compact", reason=str(error))
+            found = None
+        if found is None:  # the error is gone, and the memory that it kept
             plan = WeightPlan(config, model.dtype, quantization, library)
             found = _find_weights(plan, tensors, digest, library, sharing)
     packed = build_native_model(

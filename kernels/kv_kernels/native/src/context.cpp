@@ -216,6 +216,8 @@ int32_t kvn_pick_tokens(KvnContext* context, float* logits, int64_t rows, const 
 int32_t kvn_multiply(KvnContext* context, const KvnLinear* linear, const void* x, int64_t rows,
                      float* out) {
   if (rows < 1 || linear->in < 1 || linear->out < 1) return KVN_BAD_ARGUMENT;
+  if (linear->format == KVN_COMPACT_BFLOAT16 && context->model.format != KVN_BFLOAT16)
+    return KVN_BAD_ARGUMENT;
   kvn::Workspace& work = context->work;
   const int64_t stride = kvn::round_up(linear->in, 64);
   if (!work.inner.reserve(rows * stride * 4) || !work.quantized.reserve(rows * stride) ||

@@ -175,7 +175,7 @@ static const X* tile_rows(KvnContext& context, int member, const X* x, ptrdiff_t
 
 static int64_t count_tiled_bytes(int64_t rows, int64_t row_bytes) {
   if (!MatrixPlan<DotBF16>::Type::is_tiled(rows)) return 0;
-  return kvn::round_up(rows, kTileRows) * kvn::round_up(row_bytes, 64);
+  return kvn::round_up(rows, 2 * kTileRows) * kvn::round_up(row_bytes, 64);
 }
 
 // Finish the sums of a tile, whose rows and panels count from these, and store them.

@@ -223,6 +223,23 @@ def test_compact_weights_give_the_same_bits(
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
+@pytest.mark.parametrize("features", FEATURE_PARAMS)
+@pytest.mark.parametrize("stored", [Format.BFLOAT16, Format.COMPACT_BFLOAT16, Format.INT8])
+def test_rows_in_several_blocks_equal_each_row_alone(features: CpuFeature, stored: Format) -> None:
+    """So many inputs that 64 rows or fewer fill a cache: the last block may have one row."""
+    generator = torch.Generator().manual_seed(6)
+    weight = torch.randn(24, 8192, generator=generator).bfloat16()
+    x = torch.randn(193, 8192, generator=generator).bfloat16()
+    region, linear = pack_weights(stored, weight)
+    with limited_features(features):
+        model = make_model(Format.BFLOAT16)
+        alone = torch.cat([model.multiply(linear, x[row, None]) for row in (0, 64, 128, 192)])
+        for rows in (65, 129, 193):
+            found = model.multiply(linear, x[:rows])[::64]
+            assert torch.equal(found, alone[: len(found)])
+    assert region.any()
+
+
 def test_compact_weights_take_three_quarters_of_the_memory() -> None:
     plain, compact = (
         MatrixLayout(4096, 4096, stored).nbytes
