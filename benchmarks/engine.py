@@ -148,7 +148,9 @@ def plan_variants(model: MeasuredModel, kernels: str, quantize: str) -> list[Eng
         for name in chosen
         for quantization in quantizations
         for compact in (
-            (True, False) if worker.can_be_compact(name, model.dtype, quantization) else (False,)
+            (True, False)
+            if worker.supports_compact_weights(name, model.dtype, quantization)
+            else (False,)
         )
     ]
 
@@ -236,7 +238,7 @@ def _step_rows(
     rows = []
     for variant in variants:
         bounds = StepBounds(
-            model.config, variant.dtype, variant.quantization, variant.compact_share
+            model.config, variant.dtype, variant.quantization, variant.compressed_fraction
         )
         for case in cases:
             if isinstance(case, PrefillCase):
@@ -261,7 +263,7 @@ def _ratio_rows(
     cases: Sequence[EngineCase],
     command: str,
 ) -> list[ResultRow]:
-    """How many times as fast a variant is as the same one with torch, or with plainer weights."""
+    """Speed of each variant relative to torch's kernels and to weights in bfloat16."""
     rows = []
     for variant in variants:
         plain = replace(variant, quantization=UNQUANTIZED, compact_weights=False)

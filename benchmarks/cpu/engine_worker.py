@@ -48,8 +48,8 @@ class EngineVariant:
         return f"{self.kernels}/{short_name(self.precision)}{compact}"
 
     @property
-    def compact_share(self) -> float:
-        """Of the bytes of weights, what is read of them."""
+    def compressed_fraction(self) -> float:
+        """Size of the stored weights as a fraction of their size without compression."""
         if not self.compact_weights:
             return 1.0
         compact, plain = (
@@ -69,8 +69,8 @@ def list_quantizations() -> list[str]:
     return [name for name in get_args(Quantization) if name in (UNQUANTIZED, _INT8)]
 
 
-def can_be_compact(kernels: str, dtype: str, quantization: str) -> bool:
-    """Whether an engine can store its matrices in 12 bits a weight."""
+def supports_compact_weights(kernels: str, dtype: str, quantization: str) -> bool:
+    """Whether an engine can compress its bfloat16 weights to 12 bits each."""
     return kernels == _NATIVE and dtype == "bfloat16" and quantization == UNQUANTIZED
 
 

@@ -67,9 +67,9 @@ class StepBounds:
         config: ModelConfig,
         dtype: str = "bfloat16",
         quantization: str = UNQUANTIZED,
-        compact_share: float = 1.0,
+        compressed_fraction: float = 1.0,
     ) -> None:
-        """`compact_share`: what is read of the bytes of weights that an engine stores compact."""
+        """`compressed_fraction`: size of the stored weights by their size without compression."""
         size = build_model_size(config)
         self._layout = KVLayout(
             config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, dtype
@@ -88,7 +88,7 @@ class StepBounds:
         self._weights = size.layer_parameters + tables * size.head_parameters
         self._item_bytes = DTYPE_BYTES[dtype]
         read = size.layer_parameters + size.head_parameters
-        self._saved_bytes = (1.0 - compact_share) * read * self._item_bytes
+        self._saved_bytes = (1.0 - compressed_fraction) * read * self._item_bytes
 
     @property
     def resident_bytes(self) -> int:

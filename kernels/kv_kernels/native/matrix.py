@@ -16,8 +16,8 @@ _COMPACT_BLOCK_INPUTS, _COMPACT_BLOCK_BYTES = 32, 768  # of a panel
 _SOURCE_FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
 
 
-class NotCompactError(ValueError):
-    """A matrix has too many different exponents for COMPACT_BFLOAT16."""
+class IncompressibleWeightsError(ValueError):
+    """The weights of a matrix have too many different exponents to be stored in 12 bits each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class MatrixLayout:
 
     @property
     def panel_bytes(self) -> int:
-        """A step along the inputs takes 64 bytes of a panel, and three quarters of it if compact.
+        """Bytes of the weights of PANEL_CHANNELS output channels, which are stored together.
 
-        A compact panel begins with its exponents: see compact_panel.h.
+        COMPACT_BFLOAT16 puts a table of exponents in front of them: see src/compact_panel.h.
         """
         if self.format is Format.COMPACT_BFLOAT16:
             header = 64 * (1 + -(-self.inputs // 1024))
@@ -85,9 +85,10 @@ class MatrixLayout:
         weights: Sequence[torch.Tensor],  # [outputs, inputs]; of a gated matrix, gate and up
         biases: Sequence[torch.Tensor] = (),  # [outputs], like `weights`
     ) -> None:
-        """Pack float32 or bfloat16 weights into `region`.
+        """Write float32 or bfloat16 weights to `region`, in the layout that the kernels read.
 
-        Raises NotCompactError for weights that COMPACT_BFLOAT16 cannot hold, MemoryError.
+        Raises IncompressibleWeightsError if the format is COMPACT_BFLOAT16 and cannot represent
+        them exactly, MemoryError.
         """
         address = np.frombuffer(region, np.uint8).ctypes.data
         _, scales, sums = self._find_arrays(address)
@@ -106,8 +107,10 @@ class MatrixLayout:
                 sums,
             )
             status = functions.kvn_pack(ctypes.byref(pack))
-            if status == Status.NOT_COMPACT:
-                raise NotCompactError("its weights have too many different exponents")
+            if status == Status.INCOMPRESSIBLE:
+                raise IncompressibleWeightsError(
+                    "a matrix has too many different exponents to be stored in 12 bits a weight"
+                )
             if status == Status.OUT_OF_MEMORY:
                 raise MemoryError("no memory to pack a matrix")
             if status != Status.OK:

@@ -25,7 +25,7 @@ class Status(IntEnum):
     OK = 0
     OUT_OF_MEMORY = 1
     BAD_ARGUMENT = 2
-    NOT_COMPACT = 3
+    INCOMPRESSIBLE = 3
 
 
 class KvnLinear(ctypes.Structure):

@@ -5,7 +5,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from baton.process import log
-from kv_kernels.native.matrix import NotCompactError
+from kv_kernels.native.matrix import IncompressibleWeightsError
 from kv_kernels.native.native_library import NativeLibrary, describe_features
 from kv_kernels.native.structures import PACKED_FORMAT_VERSION
 from node_engine.model.common.base_engine import TORCH_DTYPES
@@ -32,12 +32,12 @@ OpenSharing = Callable[[], WeightSharing]
 
 @dataclass(frozen=True, slots=True)
 class NativeOptions:
-    """The native kernels that compute a model, and how its weights are stored for them."""
+    """What an engine computes with on a CPU, and how it stores the weights."""
 
-    library: NativeLibrary
-    # Where nodes share packed weights; called for a model of MIN_SHARED_BYTES or more.
+    kernels: NativeLibrary
+    # Opens the memory in which all nodes of a host share the weights of a large model.
     open_sharing: OpenSharing | None = None
-    # Matrices in bfloat16 take 12 bits a weight, unless they have too many different exponents.
+    # Compress bfloat16 weights to 12 bits each, without loss, if their exponents allow it.
     compact_weights: bool = True
 
 
@@ -60,7 +60,7 @@ def load_native_engine(
 
     Raises ConfigError for what is not served, MemoryError if there is no memory or thread left.
     """
-    library = native.library
+    library = native.kernels
     config, quantization = model.config, model.quantization
     plan = WeightPlan(config, model.dtype, quantization, library, is_compact=native.compact_weights)
     is_large = sum(region.nbytes for region in plan.regions) >= MIN_SHARED_BYTES
@@ -73,8 +73,8 @@ def load_native_engine(
             digest = tensors.compute_digest()
         try:
             found = _find_weights(plan, tensors, digest, library, sharing)
-        except NotCompactError as error:
-            log.get_logger("engine").info("weights are not compact", reason=str(error))
+        except IncompressibleWeightsError as error:
+            log.get_logger("engine").info("weights are stored uncompressed", reason=str(error))
             found = None
         if found is None:  # the error is gone, and the memory that it kept
             plan = WeightPlan(config, model.dtype, quantization, library)

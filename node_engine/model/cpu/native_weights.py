@@ -45,7 +45,7 @@ class WeightPlan:
     ) -> None:
         """`is_compact`: matrices in bfloat16 are stored as COMPACT_BFLOAT16.
 
-        To fill a region then raises NotCompactError for weights that this format cannot hold.
+        To fill a region then raises IncompressibleWeightsError if that cannot be done exactly.
         """
         self.dtype, self.quantization = dtype, quantization
         self._config = config

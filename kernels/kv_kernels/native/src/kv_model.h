@@ -16,7 +16,7 @@ enum KvnStatus {
   KVN_OK = 0,
   KVN_OUT_OF_MEMORY = 1,
   KVN_BAD_ARGUMENT = 2,
-  KVN_NOT_COMPACT = 3,  // too many exponents for KVN_COMPACT_BFLOAT16
+  KVN_INCOMPRESSIBLE = 3,  // too many exponents for KVN_COMPACT_BFLOAT16
 };
 
 // A matrix packed by kvn_pack_*: panels of 16 output channels, each [in / s][16][s], where s is 1

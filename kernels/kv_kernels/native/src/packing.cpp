@@ -92,8 +92,8 @@ void choose_exponents(const uint16_t* values, int64_t count, uint8_t* exponents)
 
 uint16_t swap_bytes(uint16_t word) { return static_cast<uint16_t>(word << 8 | word >> 8); }
 
-// Pack a panel of `in` inputs whose `values` lie as in KVN_BFLOAT16, with whole blocks. Returns false
-// if too many of them have a rare exponent.
+// Pack a panel of `in` inputs whose `values` lie as in KVN_BFLOAT16, with whole blocks. Returns
+// false if too many of them have a rare exponent.
 bool pack_compact_panel(const uint16_t* values, int64_t in, char* panel) {
   const int64_t count = kvn::count_blocks(in) * kvn::kBlockWeights;
   auto* exponents = reinterpret_cast<uint8_t*>(panel);
@@ -146,10 +146,11 @@ int32_t pack_compact(const KvnPack& pack) {
     }
     const int64_t panel = pack.first_panel + first / kvn::kPanel * pack.panel_step;
     is_packed = pack_compact_panel(
-        values, pack.in, static_cast<char*>(pack.packed) + panel * kvn::count_compact_bytes(pack.in));
+        values, pack.in,
+        static_cast<char*>(pack.packed) + panel * kvn::count_compact_bytes(pack.in));
   }
   delete[] values;
-  return is_packed ? KVN_OK : KVN_NOT_COMPACT;
+  return is_packed ? KVN_OK : KVN_INCOMPRESSIBLE;
 }
 
 }  // namespace
@@ -164,7 +165,7 @@ int64_t kvn_panel_bytes(int64_t in, int32_t format) {
 int32_t kvn_pack(const KvnPack* pack) {
   if (pack->out < 1 || pack->in < 1 || pack->panel_step < 1) return KVN_BAD_ARGUMENT;
   if (pack->format == KVN_COMPACT_BFLOAT16) {
-    if (pack->in > kvn::kMaxCompactInputs) return KVN_NOT_COMPACT;
+    if (pack->in > kvn::kMaxCompactInputs) return KVN_INCOMPRESSIBLE;
     return pack->source_format == KVN_FLOAT32 ? pack_compact<float>(*pack)
                                               : pack_compact<uint16_t>(*pack);
   }

@@ -166,7 +166,8 @@ static void multiply(const Plan& plan, const typename Dot::X* x, ptrdiff_t strid
   for (int64_t panel = 0; panel < num_panels; panel += per_tile) {
     const typename Dot::W* panels[4];
     const int64_t left = num_panels - panel;
-    const auto* following = reinterpret_cast<const char*>(weights + (panel + per_tile) * panel_stride);
+    const auto* following =
+        reinterpret_cast<const char*>(weights + (panel + per_tile) * panel_stride);
     const NextWeights after = left <= per_tile ? next : NextWeights{following, next.bytes};
     for (int c = 0; c < per_tile; ++c)
       panels[c] = weights + (c < left ? panel + c : num_panels - 1) * panel_stride;

@@ -1,4 +1,4 @@
-"""Compact weights in an engine: the same results, and models that cannot have them."""
+"""Engines with bfloat16 weights that are compressed to 12 bits, and models that cannot be."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_results_are_those_of_plain_weights(name: str, features: CpuFeature) -> 
     assert torch.equal(compact.read_cache().view(torch.int16), plain.read_cache().view(torch.int16))
 
 
-def load_checkpoint(folder: Path, *, compact_weights: bool) -> BaseEngine:
+def load_native_engine(folder: Path, *, compact_weights: bool) -> BaseEngine:
     assert isinstance(LIBRARY, NativeLibrary)
     return load_model_engine(
         folder,
@@ -54,10 +54,10 @@ def test_model_with_too_many_exponents_keeps_plain_weights(tmp_path: Path) -> No
     exponents = torch.randint(-60, 0, shape, generator=torch.Generator().manual_seed(1))
     tensors[name] = torch.ldexp(torch.ones(shape), exponents).to(tensors[name].dtype)
     save_file(tensors, path, metadata={"format": "pt"})
-    plain = load_checkpoint(folder, compact_weights=False)
+    plain = load_native_engine(folder, compact_weights=False)
     with capture_logs() as lines:
-        found = load_checkpoint(folder, compact_weights=True)
-    (line,) = [line for line in lines if line["event"] == "weights are not compact"]
+        found = load_native_engine(folder, compact_weights=True)
+    (line,) = [line for line in lines if line["event"] == "weights are stored uncompressed"]
     assert "too many different exponents" in line["reason"]
     assert found.compute_device.packed_weight_bytes == plain.compute_device.packed_weight_bytes
     assert run_all(BoundEngine(found)) == run_all(BoundEngine(plain))
