@@ -28,7 +28,8 @@ from benchmarks.steps.step_node import StepNode
 from node_engine.core.step.engine import Engine
 from node_engine.host.cpu_kernels import load_cpu_kernels
 from node_engine.host.engine_factory import choose_sampler
-from node_engine.model.model_loader import NativeOptions, load_model_engine
+from node_engine.model.cpu.native_options import NativeOptions
+from node_engine.model.model_loader import load_model_engine
 from node_engine.structured_output.constraint_factory import ConstraintFactory
 from node_engine.structured_output.grammar_state import GrammarState
 

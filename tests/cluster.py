@@ -43,6 +43,7 @@ from tests.grpc_calls import (
     GenerateCall,
     call_cluster_service,
     collect_answer,
+    none_if_unavailable,
     stream_generate,
 )
 from tests.processes import await_unless_exit, find_pids, read_environ, read_module, wait_for_exit
@@ -291,8 +292,8 @@ class Cluster:
         coordinator."""
         deadline = time.monotonic() + within
         while True:
-            answer = await self.get_status()
-            if holds(answer):
+            answer = await none_if_unavailable(self.get_status())
+            if answer is not None and holds(answer):
                 return answer
             assert time.monotonic() < deadline, f"not so after {within:g} s: {answer}"
             await asyncio.sleep(0.05)

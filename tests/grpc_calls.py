@@ -1,9 +1,9 @@
 """The gRPC calls of a test, over a channel each, so that nothing is bound to an event loop."""
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -15,6 +15,7 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 250),
 )
+_Answer = TypeVar("_Answer")
 GenerateCall = Any  # grpc.aio.UnaryStreamCall of GenerateResponse
 
 
@@ -73,6 +74,16 @@ async def call_cluster_service(
         return await getattr(stub, method)(
             request, timeout=60.0, metadata=bearer_metadata(admin_token), wait_for_ready=True
         )
+
+
+async def none_if_unavailable(call: Awaitable[_Answer]) -> _Answer | None:
+    """The answer of a call; None if it had been sent to a process that was killed then."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+        return None
 
 
 def bearer_metadata(key: str) -> tuple[tuple[str, str], ...]:

@@ -49,7 +49,7 @@ def _prepare_and_run(settings: Config, detach: bool) -> int:
     Raises BatonError.
     """
     from baton.cli.common.default_model import find_default_model
-    from baton.cli.supervisor.child_specs import complete_config, threads_per_node
+    from baton.cli.supervisor.child_specs import check_threads, complete_config
     from baton.cli.supervisor.daemonize import daemonize
     from baton.cli.supervisor.machine_plan import fit_machine
     from baton.cli.supervisor.ports import reserve_ports
@@ -57,7 +57,7 @@ def _prepare_and_run(settings: Config, detach: bool) -> int:
     from baton.models.model_source import with_local_model
     from baton.shared_memory.segment import remove_stale_segments
 
-    threads_per_node(settings.threads, 1, 1)  # reports a bad value before anything else happens
+    check_threads(settings.threads)  # reports a bad value before anything else happens
     config, notices = complete_config(settings)
     if not config.model and config.engine == "model":
         config = dataclasses.replace(config, model=str(find_default_model()))

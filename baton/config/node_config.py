@@ -58,7 +58,12 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
         ),
     ] = True
     threads: Annotated[
-        str, help_text("Compute threads of a node; auto: the cores, shared out among the nodes")
+        str,
+        help_text(
+            "Compute threads of a node; auto: one for each core with native kernels, of which a "
+            "step uses its share while other nodes of the host compute; otherwise the cores "
+            "divided by --nodes-per-host"
+        ),
     ] = "auto"
     max_model_len: Annotated[
         NonNegativeInt, help_text("Longest prompt plus output in tokens; 0 takes the model's own")
@@ -77,7 +82,8 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
     nodes_per_host: Annotated[
         PositiveInt,
         help_text(
-            "Nodes of this host: auto of --kv-memory on a GPU divides the host's memory among them"
+            "Nodes of this host: auto of --threads may divide its cores among them, and auto of "
+            "--kv-memory on a GPU its memory"
         ),
     ] = 1
     weight_cache_dir: Annotated[

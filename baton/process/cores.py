@@ -18,6 +18,11 @@ def count_usable_cores(quota_file: Path = _CGROUP_QUOTA) -> int:
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
+def has_core_quota(quota_file: Path = _CGROUP_QUOTA) -> bool:
+    """Whether the container of this process has a CPU quota."""
+    return _read_quota(quota_file) is not None
+
+
 def _read_quota(quota_file: Path) -> float | None:
     """The quota in cores; None if there is none, or the file is not that of cgroup v2."""
     try:

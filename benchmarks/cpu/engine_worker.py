@@ -19,7 +19,7 @@ from benchmarks.device.step_bounds import list_layer_products
 from kv_kernels.native.matrix import MatrixLayout
 from kv_kernels.native.native_library import NativeLibrary, load_library
 from kv_kernels.native.structures import Format
-from node_engine.model.cpu.native_loader import NativeOptions
+from node_engine.model.cpu.native_options import NativeOptions
 
 _WARM_UP_TOKENS = 512
 _TURN_STEPS = 4  # decode steps between two measurements of the read rate

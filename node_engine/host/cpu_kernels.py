@@ -1,6 +1,7 @@
 """Which kernels a node on CPUs computes with, and where it keeps weights that they have packed."""
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from baton.config.node_config import NodeConfig
@@ -8,6 +9,8 @@ from baton.errors import ConfigError
 from baton.models.weight_cache import resolve_weight_cache
 from baton.process import log
 from kv_kernels.native.native_library import NativeLibrary, load_library
+from node_engine.host.host_cores import open_host_cores
+from node_engine.model.cpu.native_options import NativeOptions
 from node_engine.model.loading.packed_weights.cache_folder import (
     WeightCacheFolder,
     open_weight_cache,
@@ -16,6 +19,25 @@ from node_engine.model.loading.packed_weights.digest_cache import ModelDigestCac
 from node_engine.model.loading.packed_weights.last_image import LastImage
 from node_engine.model.loading.packed_weights.store import PackedWeightStore
 from node_engine.model.loading.packed_weights.weight_sharing import WeightSharing
+
+
+def choose_native_options(
+    config: NodeConfig, begun: PackedWeightStore | None
+) -> NativeOptions | None:
+    """The native kernels, with what they share with other nodes of the host; None: torch computes.
+
+    `begun`: the result of `begin_opening_weights`. Raises ConfigError if `--cpu-kernels native` is
+    set and there are none.
+    """
+    library = load_cpu_kernels(config)
+    if library is None:
+        return None
+    return NativeOptions(
+        library,
+        partial(open_weight_sharing, config, library, begun),
+        config.compact_weights,
+        open_host_cores(Path(config.segment_dir)),
+    )
 
 
 def load_cpu_kernels(config: NodeConfig) -> NativeLibrary | None:

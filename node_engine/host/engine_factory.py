@@ -62,16 +62,13 @@ def _build_model_engine(
     limits: StepLimits,
     weights: "PackedWeightStore | None",
 ) -> Engine:
-    from node_engine.host.cpu_kernels import load_cpu_kernels, open_weight_sharing
-    from node_engine.model.model_loader import NativeOptions, load_model_engine
+    from node_engine.host.cpu_kernels import choose_native_options
+    from node_engine.model.model_loader import load_model_engine
 
-    library = load_cpu_kernels(config) if device == "cpu" else None
-    native = None
-    if library is not None:
-        open_sharing = partial(open_weight_sharing, config, library, weights)
-        native = NativeOptions(library, open_sharing, config.compact_weights)
-    elif weights is not None:
+    native = choose_native_options(config, weights) if device == "cpu" else None
+    if native is None and weights is not None:
         weights.cancel_opening()
+    shares_cores = native is not None and native.core_sharing is not None
     return load_model_engine(
         config.model,
         dtype=config.dtype,
@@ -80,7 +77,7 @@ def _build_model_engine(
         device=device,
         block_size=config.block_size,
         max_model_len=config.max_model_len or None,
-        threads=count_compute_threads(config),
+        threads=count_compute_threads(config, shares_cores=shares_cores),
         load_format=config.load_format,
         choose_kernels=partial(choose_kernels, deterministic=config.deterministic),
         sampler=choose_sampler(),
@@ -119,10 +116,16 @@ def _build_paced_engine(config: NodeConfig) -> Engine:
     )
 
 
-def count_compute_threads(config: NodeConfig) -> int:
-    """Threads of the forward pass. `auto`: the cores of this process, less one for the rest."""
+def count_compute_threads(config: NodeConfig, *, shares_cores: bool) -> int:
+    """Threads of the forward pass. `auto`: the cores of this process.
+
+    A node that does not see what the other nodes of its host compute (`shares_cores` is false) gets
+    its part: with a thread per core in every node, they would slow each other down several times
+    over. Raises ConfigError unless the setting is auto or a positive number.
+    """
     if config.threads == "auto":
-        return max(1, count_usable_cores() - 1)
+        cores = count_usable_cores()
+        return cores if shares_cores else max(1, cores // config.nodes_per_host)
     if not config.threads.isdigit() or int(config.threads) < 1:
         raise ConfigError(f"threads is {config.threads!r}: it must be auto or a number from 1")
     return int(config.threads)

@@ -21,7 +21,6 @@ from node_engine.core.scheduling.step_measurement import (
 )
 from node_engine.core.step.engine import Engine
 from node_engine.core.step.step_batch import StepBatch
-from node_engine.host.engine_factory import count_compute_threads
 from node_engine.host.host_arena import HostArena
 from node_engine.host.step_times_cache import open_step_times_cache
 
@@ -87,7 +86,7 @@ def _make_cache_key(config: NodeConfig, engine: Engine) -> dict[str, object]:
         "engine": type(engine).__name__,
         "kernels": _describe_kernels(config),
         "compact_weights": config.compact_weights,
-        "threads": count_compute_threads(config),
+        "threads": engine.compute_device.threads,
         "cores": sorted(os.sched_getaffinity(0)),
         "usable_cores": count_usable_cores(),
     }

@@ -12,7 +12,8 @@ from baton.models.model_identity import FP8, UNQUANTIZED, KVDType, Quantization
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
-from node_engine.model.cpu.native_loader import NativeOptions, load_native_engine
+from node_engine.model.cpu.native_loader import load_native_engine
+from node_engine.model.cpu.native_options import NativeOptions
 from node_engine.model.loading.resolved_model import (
     Device,
     DType,

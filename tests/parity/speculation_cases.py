@@ -11,7 +11,8 @@ from baton.process.clock import monotonic_clock
 from baton.types import AttemptSpec, GrammarKind, SamplingParams, StructuredOutput, TokenEvent
 from kv_kernels.native.native_library import NativeLibrary, load_library
 from node_engine.model.common.base_engine import BaseEngine
-from node_engine.model.model_loader import NativeOptions, load_model_engine
+from node_engine.model.cpu.native_options import NativeOptions
+from node_engine.model.model_loader import load_model_engine
 from node_engine.structured_output.constraint_factory import ConstraintFactory
 from tests.models import VOCAB_SIZE
 from tests.speculating_node import SpeculatingNode, make_speculated_work

@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_finding
 from baton.cli.checks.installation import reinstall_advice, setup_advice
-from baton.cli.supervisor.child_specs import threads_per_node
+from baton.cli.supervisor.child_specs import check_threads
 from baton.config.settings import Config
 from baton.errors import ConfigError
 from baton.limits import MAX_AUTO_NUM_SEQS, MAX_DESCRIPTORS
@@ -85,10 +85,14 @@ def check_curve(version: str, has_curve: bool) -> Finding:
 def check_cores(config: Config, available: int) -> Finding:
     nodes = config.prefill + config.decode
     try:
-        threads = threads_per_node(config.threads, nodes, available)
+        check_threads(config.threads)
     except ConfigError as error:
         return bad_finding("cores", error.message, "set --threads")
-    detail = f"{available} cores, {nodes} nodes with {threads} threads each"
+    detail = f"{available} cores, {nodes} nodes"
+    threads = 1  # at least, of each node; `auto` shares the cores
+    if config.threads != "auto":
+        threads = int(config.threads)
+        detail += f" with {threads} threads each"
     if nodes * threads > available and config.engine == "model" and config.device != "cuda":
         return warning_finding(
             "cores",

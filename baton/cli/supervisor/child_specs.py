@@ -55,20 +55,12 @@ def complete_config(config: Config) -> tuple[Config, list[str]]:
     return completed, notices
 
 
-def threads_per_node(threads: str, nodes: int, cores: int) -> int:
-    """Return the compute threads of each node.
-
-    `auto` divides the cores among the nodes: with a thread per core in every node, they would slow
-    each other down several times over. Raises ConfigError unless `threads` is auto or a positive
-    number.
-    """
-    if threads == "auto":
-        return max(1, cores // nodes)
-    if not threads.isdecimal() or int(threads) < 1:
+def check_threads(threads: str) -> None:
+    """Raise ConfigError unless `threads` is auto or a positive number."""
+    if threads != "auto" and (not threads.isdecimal() or int(threads) < 1):
         raise ConfigError(
             f"threads is {threads!r}: it must be auto or a number from 1", param="threads"
         )
-    return int(threads)
 
 
 def make_child_specs(
@@ -82,7 +74,8 @@ def make_child_specs(
     roles = [
         (role, index) for role, count in _role_counts(config).items() for index in range(count)
     ]
-    threads = str(threads_per_node(config.threads, len(roles), cores))
+    check_threads(config.threads)
+    threads = str(max(1, cores // len(roles))) if config.threads == "auto" else config.threads
     child_environ = (
         _inherited_environ(environ)
         | _settings_environ(config)
@@ -99,7 +92,6 @@ def make_child_specs(
         if key not in map(_variable_name, SECRET_FIELDS - _NODE_SECRETS)
     }
     node_environ = child_environ | {
-        "BATON_THREADS": threads,
         "BATON_COORDINATOR": endpoints.cluster,
         "BATON_POOL": endpoints.pool,
         "BATON_NODES_PER_HOST": str(len(roles)),

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kv_kernels.native.core_sharing import CoreSharingSlot
 from kv_kernels.native.structures import (
     Format,
     KvnCache,
@@ -29,7 +30,13 @@ class _StepArrays:
     """The arrays of a step, which have to live until its last call."""
 
     def __init__(
-        self, token_ids: Ints, slices: Ints, block_tables: Ints, sampled_rows: Ints
+        self,
+        token_ids: Ints,
+        slices: Ints,
+        block_tables: Ints,
+        sampled_rows: Ints,
+        *,
+        is_prompt: bool,
     ) -> None:
         self._arrays = (token_ids, slices, block_tables, sampled_rows)
         self.structure = KvnStep(
@@ -41,6 +48,7 @@ class _StepArrays:
             len(block_tables),
             sampled_rows.ctypes.data,
             len(sampled_rows),
+            is_prompt,
         )
 
 
@@ -88,20 +96,43 @@ class NativeModel:
         self._functions.kvn_bind_cache(self._context, ctypes.byref(cache))
         self._keep_alive.append(memory)
 
+    def share_cores(self, shared: CoreSharingSlot) -> None:
+        """Use as many threads in a step as are its part of shared cores; called once at most.
+
+        Raises MemoryError.
+        """
+        status = self._functions.kvn_share_cores(
+            self._context, shared.address, shared.slot, shared.cores
+        )
+        if status:
+            raise MemoryError("no memory for sharing cores")
+        self._keep_alive.append(shared)
+
     def start_step(
         self,
         token_ids: Ints,  # [rows]
         slices: Ints,  # [slices, SLICE_FIELDS], which cover the rows in their order
         block_tables: Ints,  # of all slices, joined
         sampled_rows: Ints,  # ascending: rows computed to the end
+        *,
+        is_prompt: bool,  # whether no sequence decodes
     ) -> None:
-        """Check a step and look up its tokens. Raises ValueError and MemoryError."""
-        self._step = step = _StepArrays(token_ids, slices, block_tables, sampled_rows)
+        """Check a step and look up its tokens; `end_step` follows, also after a failure.
+
+        Raises ValueError and MemoryError.
+        """
+        self._step = step = _StepArrays(
+            token_ids, slices, block_tables, sampled_rows, is_prompt=is_prompt
+        )
         status = self._functions.kvn_begin_step(self._context, ctypes.byref(step.structure))
         if status == Status.OUT_OF_MEMORY:
             raise MemoryError("no memory for the step's buffers")
         if status:
             raise ValueError("the step's slices, block tables or token ids are out of bounds")
+
+    def end_step(self) -> None:
+        """Leave the cores to other nodes."""
+        self._functions.kvn_end_step(self._context)
 
     def run_halves(self, first: int, end: int) -> float:
         """Compute halves of layers, from `first` to before `end`.

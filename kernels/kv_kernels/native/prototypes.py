@@ -2,7 +2,7 @@
 
 import ctypes
 
-ABI_VERSION = 4  # KVN_ABI_VERSION
+ABI_VERSION = 5  # KVN_ABI_VERSION
 
 # name -> (type of the result, types of the arguments)
 PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -13,7 +13,12 @@ PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "kvn_create": (ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_int32)),
     "kvn_destroy": (None, (ctypes.c_void_p,)),
     "kvn_bind_cache": (None, (ctypes.c_void_p, ctypes.c_void_p)),
+    "kvn_share_cores": (
+        ctypes.c_int32,
+        (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32),
+    ),
     "kvn_begin_step": (ctypes.c_int32, (ctypes.c_void_p, ctypes.c_void_p)),
+    "kvn_end_step": (None, (ctypes.c_void_p,)),
     "kvn_run_halves": (
         ctypes.c_int32,
         (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p),

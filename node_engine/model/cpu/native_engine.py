@@ -90,13 +90,19 @@ class NativeEngine(HostMemoryEngine):
                 self._arena[target] = self._arena[source]  # all are read before one is written
             if not batch.slices:
                 return ()
-            self._run_forward(batch, on_layer)
-            return self._collect_results(batch)
+            try:
+                self._run_forward(batch, on_layer)
+                return self._collect_results(batch)
+            finally:
+                self._model.end_step()
 
     def _run_forward(self, batch: StepBatch, on_layer: LayerCallback | None) -> None:
         model = self._model
         try:
-            model.start_step(*build_step_arrays(batch.slices, self._layout.block_size))
+            model.start_step(
+                *build_step_arrays(batch.slices, self._layout.block_size),
+                is_prompt=not any(map(is_decoding, batch.slices)),
+            )
         except MemoryError as error:
             raise OutOfMemory(
                 f"no memory left for this step: {error}: lower --max-batched-tokens"
@@ -143,6 +149,11 @@ class NativeEngine(HostMemoryEngine):
 
     def _gather_logits(self, rows: Sequence[int]) -> torch.Tensor:  # [rows, vocab]
         return torch.cat([self._model.compute_logits(row, 1).clone() for row in rows])
+
+
+def is_decoding(slice_: SequenceSlice) -> bool:
+    """Whether a slice continues an output; the last chunk of a prompt may look like one."""
+    return len(slice_.token_ids) == 1 + len(slice_.draft_specs)
 
 
 def describe_draw(spec: SampleSpec) -> KvnDraw:

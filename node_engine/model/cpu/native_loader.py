@@ -1,21 +1,19 @@
 """Loads a model for the native kernels: packs its weights, or finds them packed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 
 from baton.process import log
 from kv_kernels.native.matrix import IncompressibleWeightsError
-from kv_kernels.native.native_library import NativeLibrary, describe_features
-from kv_kernels.native.structures import PACKED_FORMAT_VERSION
 from node_engine.model.common.base_engine import TORCH_DTYPES
 from node_engine.model.cpu.native_engine import NativeEngine
 from node_engine.model.cpu.native_model import build_native_model
+from node_engine.model.cpu.native_options import NativeOptions
 from node_engine.model.cpu.native_weights import WeightPlan
 from node_engine.model.loading.checkpoint_digest import find_model_digest
 from node_engine.model.loading.model_tensors import CheckpointTensors, DummyTensors
 from node_engine.model.loading.packed_weights.image_layout import (
-    PackedWeightsKey,
     RegionSpec,
     plan_image,
 )
@@ -26,19 +24,6 @@ from node_engine.model.loading.resolved_model import ResolvedModel
 
 # Smaller models are packed in a moment by each node.
 MIN_SHARED_BYTES = 64 << 20
-
-OpenSharing = Callable[[], WeightSharing]
-
-
-@dataclass(frozen=True, slots=True)
-class NativeOptions:
-    """What an engine computes with on a CPU, and how it stores the weights."""
-
-    kernels: NativeLibrary
-    # Opens the memory in which all nodes of a host share the weights of a large model.
-    open_sharing: OpenSharing | None = None
-    # Compress bfloat16 weights to 12 bits each, without loss, if their exponents allow it.
-    compact_weights: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +57,18 @@ def load_native_engine(
         else:
             digest = tensors.compute_digest()
         try:
-            found = _find_weights(plan, tensors, digest, library, sharing)
+            found = _find_weights(plan, tensors, digest, sharing)
         except IncompressibleWeightsError as error:
             log.get_logger("engine").info("weights are stored uncompressed", reason=str(error))
             found = None
         if found is None:  # the error is gone, and the memory that it kept
             plan = WeightPlan(config, model.dtype, quantization, library)
-            found = _find_weights(plan, tensors, digest, library, sharing)
+            found = _find_weights(plan, tensors, digest, sharing)
     packed = build_native_model(
         config, model.dtype, plan, found.addresses, found.memory, library, threads
     )
+    if native.core_sharing is not None:
+        packed.share_cores(native.core_sharing)
     engine = NativeEngine(
         config, packed, model.layout, model.max_model_len, digest, quantization, model.dtype
     )
@@ -104,7 +91,6 @@ def _find_weights(
     plan: WeightPlan,
     tensors: CheckpointTensors | DummyTensors,
     digest: bytes,
-    library: NativeLibrary,
     sharing: WeightSharing | None,
 ) -> _FoundWeights:
     fills = {region.name: region.fill for region in plan.regions}
@@ -112,14 +98,7 @@ def _find_weights(
     def fill_region(name: str, view: memoryview) -> None:
         fills[name](view, tensors.load_tensor)
 
-    key = PackedWeightsKey(
-        model_digest=digest.hex(),
-        format_name="native-compact" if plan.is_compact else "native",
-        format_version=PACKED_FORMAT_VERSION,
-        cpu_features=describe_features(library.features),
-        dtype=plan.dtype,
-        quantization=plan.quantization,
-    )
+    key = plan.make_key(digest)
     specs = [RegionSpec(region.name, region.nbytes) for region in plan.regions]
     if sharing is not None:
         packed = sharing.store.open_or_build(key, specs, fill_region)

@@ -8,10 +8,11 @@ import torch
 
 from baton.models.model_identity import INT8, Quantization
 from kv_kernels.native.matrix import MatrixLayout
-from kv_kernels.native.native_library import NativeLibrary
-from kv_kernels.native.structures import Format
+from kv_kernels.native.native_library import NativeLibrary, describe_features
+from kv_kernels.native.structures import PACKED_FORMAT_VERSION, Format
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.loading.model_tensors import EMBEDDING_TENSOR, TensorSource
+from node_engine.model.loading.packed_weights.image_layout import PackedWeightsKey
 
 FORMATS = {"float32": Format.FLOAT32, "bfloat16": Format.BFLOAT16}
 EMBEDDING, FINAL_NORM, HEAD = "embedding", "final_norm", "head"
@@ -49,7 +50,7 @@ class WeightPlan:
         """
         self.dtype, self.quantization = dtype, quantization
         self._config = config
-        self._functions = library.functions
+        self._functions, self._features = library.functions, library.features
         self._format = FORMATS[dtype]
         self._matrix_format = Format.INT8 if quantization == INT8 else self._format
         self.is_compact = is_compact and self._matrix_format is Format.BFLOAT16
@@ -57,6 +58,17 @@ class WeightPlan:
             self._matrix_format = Format.COMPACT_BFLOAT16
         self.matrices: Mapping[str, MatrixLayout] = dict(self._iter_matrices())
         self.regions: tuple[Region, ...] = tuple(self._iter_regions())
+
+    def make_key(self, model_digest: bytes) -> PackedWeightsKey:
+        """What tells an image of these weights from all others."""
+        return PackedWeightsKey(
+            model_digest=model_digest.hex(),
+            format_name="native-compact" if self.is_compact else "native",
+            format_version=PACKED_FORMAT_VERSION,
+            cpu_features=describe_features(self._features),
+            dtype=self.dtype,
+            quantization=self.quantization,
+        )
 
     def _iter_matrices(self) -> Iterator[tuple[str, MatrixLayout]]:
         config, stored = self._config, self._matrix_format

@@ -125,6 +125,11 @@ bool plan_queries(KvnContext& context) {
   return true;
 }
 
+// Let the team use the cores that are this step's now.
+void use_shared_cores(KvnContext& context) {
+  if (context.sharing != nullptr) context.team->use_members(context.sharing->choose_num_threads());
+}
+
 }  // namespace
 
 Buffer::~Buffer() {
@@ -171,24 +176,44 @@ KvnContext* kvn_create(const KvnModel* model, int32_t threads) {
 
 void kvn_destroy(KvnContext* context) {
   if (context == nullptr) return;
+  delete context->sharing;
   delete context->team;
   delete context;
 }
 
 void kvn_bind_cache(KvnContext* context, const KvnCache* cache) { context->cache = *cache; }
 
+int32_t kvn_share_cores(KvnContext* context, void* page, int32_t slot, int32_t cores) {
+  if (slot < 0 || slot >= kvn::kSharingSlots || cores < 1 || context->sharing != nullptr)
+    return KVN_BAD_ARGUMENT;
+  auto* mapped = static_cast<kvn::SharingPage*>(page);
+  context->sharing = new (std::nothrow) kvn::CoreSharing(mapped, slot, cores);
+  return context->sharing == nullptr ? KVN_OUT_OF_MEMORY : KVN_OK;
+}
+
 int32_t kvn_begin_step(KvnContext* context, const KvnStep* step) {
   if (context->cache.arena == nullptr || !kvn::is_valid(*context, *step)) return KVN_BAD_ARGUMENT;
   context->step = *step;
   if (!reserve_buffers(*context, step->num_rows) || !kvn::plan_queries(*context))
     return KVN_OUT_OF_MEMORY;
+  if (context->sharing != nullptr) context->sharing->begin_step(step->is_prompt);
+  kvn::use_shared_cores(*context);
   context->kernels->start_step(*context);
   return KVN_OK;
 }
 
+void kvn_end_step(KvnContext* context) {
+  if (context->sharing != nullptr) context->sharing->end_step();
+}
+
 int32_t kvn_run_halves(KvnContext* context, int32_t first, int32_t end, int64_t* ended_ns) {
   if (first < 0 || end > 2 * context->model.num_layers) return KVN_BAD_ARGUMENT;
-  context->kernels->run_halves(*context, first, end);
+  // A decode step is short. Halves of a prompt last milliseconds.
+  const int32_t halves = context->step.is_prompt ? 1 : end - first;
+  for (int32_t half = first; half < end; half += halves) {
+    kvn::use_shared_cores(*context);
+    context->kernels->run_halves(*context, half, half + halves);
+  }
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   *ended_ns = int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
@@ -199,6 +224,7 @@ int32_t kvn_compute_logits(KvnContext* context, int64_t first, int64_t count, fl
   const int64_t available =
       context->is_all_sampled() ? context->step.num_rows : context->step.num_sampled;
   if (first < 0 || count < 1 || first + count > available) return KVN_BAD_ARGUMENT;
+  kvn::use_shared_cores(*context);
   context->kernels->compute_logits(*context, first, count, logits);
   return KVN_OK;
 }

@@ -3,6 +3,7 @@
 
 #include <stdint.h>
 
+#include "core_sharing.h"
 #include "kv_model.h"
 #include "thread_team.h"
 
@@ -75,6 +76,7 @@ struct KvnContext {
   KvnStep step = {};
   const kvn::Kernels* kernels = nullptr;
   kvn::ThreadTeam* team = nullptr;
+  kvn::CoreSharing* sharing = nullptr;  // null: each step uses all threads
   kvn::Workspace work;
   kvn::QueryTiles all_queries;
   kvn::QueryTiles sampled_queries;

@@ -88,6 +88,7 @@ struct KvnStep {
   int64_t num_table_entries;
   const int64_t* sampled_rows;  // [num_sampled], ascending: rows computed to the end
   int64_t num_sampled;
+  int32_t is_prompt;  // no sequence decodes
 };
 
 struct KvnContext;
@@ -98,9 +99,17 @@ KVN_EXPORT KvnContext* kvn_create(const KvnModel* model, int32_t threads);
 KVN_EXPORT void kvn_destroy(KvnContext* context);
 KVN_EXPORT void kvn_bind_cache(KvnContext* context, const KvnCache* cache);
 
+// Share `cores` cores with other nodes of this host: a step uses as many of the threads as are its
+// part. `page` is one that all of them map, zeros at first, and lives as long as the context. No
+// other living node may have the same slot. See core_sharing.h.
+KVN_EXPORT int32_t kvn_share_cores(KvnContext* context, void* page, int32_t slot, int32_t cores);
+
 // Start a step: check it, look its tokens up. The step and what it points to have to live until the
 // last call for it. Not thread-safe, as all calls with one context.
 KVN_EXPORT int32_t kvn_begin_step(KvnContext* context, const KvnStep* step);
+
+// The step has ended or failed: others may have its cores.
+KVN_EXPORT void kvn_end_step(KvnContext* context);
 
 // Compute halves of layers, from `first` to before `end`. Half 2 i of layer i ends with its KV in
 // the cache, half 2 i + 1 with its output. After the last half, sampled rows alone are left.

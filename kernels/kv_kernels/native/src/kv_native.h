@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#define KVN_ABI_VERSION 4
+#define KVN_ABI_VERSION 5
 
 #define KVN_EXPORT extern "C" __attribute__((visibility("default")))
 

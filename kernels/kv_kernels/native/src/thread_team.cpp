@@ -60,6 +60,7 @@ ThreadTeam* ThreadTeam::create(int size) {
   ThreadTeam* team = new (std::nothrow) ThreadTeam();
   if (team == nullptr) return nullptr;
   team->size_ = size;
+  team->num_used_ = size;
   team->gate_ = kClosed;
   void* memory = nullptr;
   const size_t bytes = static_cast<size_t>(size) * sizeof(Member);
@@ -98,15 +99,20 @@ void ThreadTeam::run_jobs(Member& member) {
                     sleeping_on_job_);
     seen = job_number_.load();
     if (stopping_) return;  // read after the number that the destructor has counted up
-    if (!enter_job()) continue;
+    if (!enter_job(member.number)) continue;
     member.stage = first_stage_;
     job_(argument_, member.number);
     leave_job();
   }
 }
 
+void ThreadTeam::use_members(int count) {
+  num_used_.store(count < 1 ? 1 : count < size_ ? count : size_);
+}
+
 void ThreadTeam::run(Job job, void* argument) {
-  if (size_ > 1) {
+  const bool is_alone = num_used_.load() == 1;
+  if (!is_alone) {
     job_ = job;
     argument_ = argument;
     first_stage_ = members_[0].stage;
@@ -115,11 +121,13 @@ void ThreadTeam::run(Job job, void* argument) {
     wake_sleeping(word_of(job_number_), sleeping_on_job_);
   }
   job(argument, 0);
-  if (size_ > 1) close_job();
+  if (!is_alone) close_job();
 }
 
-// False if the job is over. A member that is in keeps the job and its argument alive.
-bool ThreadTeam::enter_job() {
+// False if the job is over, or not for this member. A member that is in keeps the job and its
+// argument alive.
+bool ThreadTeam::enter_job(int member) {
+  if (member >= num_used_.load()) return false;
   uint32_t gate = gate_.load();
   do {
     if (gate & kClosed) return false;

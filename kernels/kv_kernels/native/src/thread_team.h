@@ -31,8 +31,11 @@ class ThreadTeam {
 
   __attribute__((always_inline)) int size() const { return size_; }
 
-  // Run job(argument, member) on every member that comes in time; returns when all tasks are done
-  // and no member uses the argument.
+  // Run jobs on the first `count` members from now on: at least the caller, at most all.
+  void use_members(int count);
+
+  // Run job(argument, member) on every used member that comes in time; returns when all tasks are
+  // done and no member uses the argument.
   void run(Job job, void* argument);
 
   // One stage: body(task) for each task from 0 to count - 1, on the member that takes it. Returns
@@ -69,7 +72,7 @@ class ThreadTeam {
   ThreadTeam() = default;
   static void* run_member(void* argument);
   void run_jobs(Member& member);
-  bool enter_job();
+  bool enter_job(int member);
   void leave_job();
   void close_job();
   void end_stage(int member, int64_t finished, int64_t count);
@@ -85,6 +88,7 @@ class ThreadTeam {
   }
 
   int size_ = 1;
+  std::atomic<int> num_used_{1};  // members that may enter jobs
   int started_ = 0;
   Member* members_ = nullptr;
   Job job_ = nullptr;

@@ -158,3 +158,28 @@ TEST(a_team_ends_while_its_members_sleep) {
     if (number % 2) do_work(team.get(), 1, -1);
   }
 }
+
+TEST(jobs_run_on_the_members_that_are_used) {
+  constexpr int kSize = 4;
+  std::unique_ptr<kvn::ThreadTeam> team(kvn::ThreadTeam::create(kSize));
+  std::unique_ptr<kvn::ThreadTeam> alone(kvn::ThreadTeam::create(1));
+  struct Ran {
+    int most;
+    std::atomic<int> members{0};
+  };
+  for (uint32_t number = 0; number < 3000; ++number) {
+    const int count = static_cast<int>(mix(number) % (kSize + 2));  // 0 is 1, and 5 is 4
+    team->use_members(count);
+    Ran ran{count < 1 ? 1 : count};
+    team->run(
+        [](void* argument, int member) {
+          Ran& found = *static_cast<Ran*>(argument);
+          CHECK(member < found.most);
+          ++found.members;
+        },
+        &ran);
+    CHECK(ran.members >= 1);
+    if (number % 100 == 0)
+      check_same(do_work(team.get(), number, -1), do_work(alone.get(), number, -2));
+  }
+}

@@ -50,7 +50,6 @@ def test_a_child_reads_the_settings_that_up_resolved() -> None:
         config,
         name="prefill-0",
         coordinator=WHERE.cluster,
-        threads="1",
         nodes_per_gpu=4,
         nodes_per_host=4,
         api_key="",
@@ -96,17 +95,22 @@ def test_a_variable_that_nothing_reads_is_not_passed_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "nodes", "cores", "expected"),
-    [("auto", 2, 2, 1), ("auto", 4, 2, 1), ("auto", 2, 8, 4), ("auto", 3, 8, 2), ("3", 4, 2, 3)],
+    ("threads", "prefill", "cores", "expected"),
+    [("auto", 1, 2, "1"), ("auto", 3, 2, "1"), ("auto", 1, 8, "4"), ("3", 3, 2, "3")],
 )
-def test_threads_share_the_cores(threads: str, nodes: int, cores: int, expected: int) -> None:
-    assert child_specs.threads_per_node(threads, nodes, cores) == expected
+def test_openmp_threads_divide_the_cores_and_nodes_decide_on_theirs(
+    threads: str, prefill: int, cores: int, expected: str
+) -> None:
+    for spec in children(Config(threads=threads, prefill=prefill), cores=cores)[1:]:
+        if "BATON_NODES_PER_HOST" in spec.environ:
+            assert spec.environ["OMP_NUM_THREADS"] == expected
+            assert spec.environ["BATON_THREADS"] == threads
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", "two", "1.5", ""])
 def test_threads_that_are_no_number_are_refused_by_value(threads: str) -> None:
     with pytest.raises(ConfigError, match=f"threads is '{threads}'"):
-        child_specs.threads_per_node(threads, 1, 1)
+        child_specs.check_threads(threads)
 
 
 def test_idle_openmp_threads_do_not_spin_unless_the_user_says_so() -> None:

@@ -105,14 +105,14 @@ def test_an_equal_start_measures_nothing(config: NodeConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "digest"),
-    [({"threads": "7"}, "aa"), ({"weight_cache_dir": NO_WEIGHT_CACHE}, "aa"), ({}, "bb")],
+    ("changes", "threads", "digest"),
+    [({}, 7, "aa"), ({"weight_cache_dir": NO_WEIGHT_CACHE}, 0, "aa"), ({}, 0, "bb")],
 )
 def test_another_start_measures_again(
-    config: NodeConfig, changes: dict[str, Any], digest: str
+    config: NodeConfig, changes: dict[str, Any], threads: int, digest: str
 ) -> None:
     measure(config, TimedEngine())
-    engine = TimedEngine(model_digest=digest)
+    engine = TimedEngine(compute_device=ComputeDevice(threads=threads), model_digest=digest)
     measure(replace(config, **changes), engine)
     assert engine.steps == [1, 1, 64, 128]
 

@@ -11,6 +11,7 @@ import torch
 from baton.kv.blocks import KVLayout
 from baton.models.model_identity import UNQUANTIZED, Quantization
 from baton.types import BlockIndex, SamplingParams
+from kv_kernels.native.core_sharing import CoreSharingSlot
 from kv_kernels.native.native_library import CpuFeature, NativeLibrary, load_library
 from kv_kernels.reference.torch_kernels import TorchKernels
 from node_engine.core.step.step_batch import (
@@ -24,7 +25,8 @@ from node_engine.core.step.step_batch import (
 from node_engine.model.common.base_engine import TORCH_DTYPES, BaseEngine
 from node_engine.model.config.model_config import ModelConfig
 from node_engine.model.config.rope import RopeConfig
-from node_engine.model.cpu.native_loader import NativeOptions, load_native_engine
+from node_engine.model.cpu.native_loader import load_native_engine
+from node_engine.model.cpu.native_options import NativeOptions
 from node_engine.model.loading.resolved_model import ResolvedModel
 from node_engine.model.loading.weights import build_dummy_weights
 from node_engine.model.model_engine import ModelEngine
@@ -104,6 +106,7 @@ def load_engine(
     kv_dtype: str = "",  # "": dtype
     features: CpuFeature = ALL_FEATURES,
     compact_weights: bool = True,
+    core_sharing: CoreSharingSlot | None = None,
 ) -> BaseEngine:
     assert isinstance(LIBRARY, NativeLibrary)
     LIBRARY.functions.kvn_limit_cpu_features(features)
@@ -117,7 +120,7 @@ def load_engine(
             CPU,
             config.max_position_embeddings,
         )
-        native = NativeOptions(LIBRARY, compact_weights=compact_weights)
+        native = NativeOptions(LIBRARY, None, compact_weights, core_sharing)
         return load_native_engine(model, native, threads, is_dummy=True)
     finally:
         LIBRARY.functions.kvn_limit_cpu_features(ALL_FEATURES)

@@ -9,7 +9,8 @@ from structlog.testing import capture_logs
 
 from kv_kernels.native.native_library import CpuFeature, NativeLibrary
 from node_engine.model.common.base_engine import BaseEngine
-from node_engine.model.model_loader import NativeOptions, load_model_engine
+from node_engine.model.cpu.native_options import NativeOptions
+from node_engine.model.model_loader import load_model_engine
 from tests.models import build_model
 from tests.unit.kv_kernels.native.cpu_features import FEATURE_PARAMS
 from tests.unit.node_engine.model.cpu.native_engines import (
