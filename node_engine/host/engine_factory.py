@@ -119,7 +119,7 @@ def _build_paced_engine(config: NodeConfig) -> Engine:
 def count_compute_threads(config: NodeConfig, *, shares_cores: bool) -> int:
     """Threads of the forward pass. `auto`: the cores of this process.
 
-    A node that does not see what the other nodes of its host compute (`shares_cores` is false) gets
+    A node that does not see when the other nodes of its host compute (`shares_cores` is false) gets
     its part: with a thread per core in every node, they would slow each other down several times
     over. Raises ConfigError unless the setting is auto or a positive number.
     """

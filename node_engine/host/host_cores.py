@@ -57,7 +57,7 @@ def open_host_cores(folder: Path) -> HostCores | None:
             found = _open_page(path)
         except OSError as error:
             log.get_logger("engine").warning(
-                "this node does not see what others on its cores compute", reason=str(error)
+                "this node does not see when others on its cores compute", reason=str(error)
             )
             return None
         _open_pages[path] = found

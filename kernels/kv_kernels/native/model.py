@@ -30,13 +30,7 @@ class _StepArrays:
     """The arrays of a step, which have to live until its last call."""
 
     def __init__(
-        self,
-        token_ids: Ints,
-        slices: Ints,
-        block_tables: Ints,
-        sampled_rows: Ints,
-        *,
-        is_prompt: bool,
+        self, token_ids: Ints, slices: Ints, block_tables: Ints, sampled_rows: Ints
     ) -> None:
         self._arrays = (token_ids, slices, block_tables, sampled_rows)
         self.structure = KvnStep(
@@ -48,7 +42,6 @@ class _StepArrays:
             len(block_tables),
             sampled_rows.ctypes.data,
             len(sampled_rows),
-            is_prompt,
         )
 
 
@@ -114,16 +107,12 @@ class NativeModel:
         slices: Ints,  # [slices, SLICE_FIELDS], which cover the rows in their order
         block_tables: Ints,  # of all slices, joined
         sampled_rows: Ints,  # ascending: rows computed to the end
-        *,
-        is_prompt: bool,  # whether no sequence decodes
     ) -> None:
         """Check a step and look up its tokens; `end_step` follows, also after a failure.
 
         Raises ValueError and MemoryError.
         """
-        self._step = step = _StepArrays(
-            token_ids, slices, block_tables, sampled_rows, is_prompt=is_prompt
-        )
+        self._step = step = _StepArrays(token_ids, slices, block_tables, sampled_rows)
         status = self._functions.kvn_begin_step(self._context, ctypes.byref(step.structure))
         if status == Status.OUT_OF_MEMORY:
             raise MemoryError("no memory for the step's buffers")

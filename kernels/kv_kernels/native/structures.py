@@ -97,7 +97,6 @@ class KvnStep(ctypes.Structure):
         ("num_table_entries", Int),
         ("sampled_rows", Pointer),
         ("num_sampled", Int),
-        ("is_prompt", ctypes.c_int32),
     )
 
 

@@ -99,10 +99,7 @@ class NativeEngine(HostMemoryEngine):
     def _run_forward(self, batch: StepBatch, on_layer: LayerCallback | None) -> None:
         model = self._model
         try:
-            model.start_step(
-                *build_step_arrays(batch.slices, self._layout.block_size),
-                is_prompt=not any(map(is_decoding, batch.slices)),
-            )
+            model.start_step(*build_step_arrays(batch.slices, self._layout.block_size))
         except MemoryError as error:
             raise OutOfMemory(
                 f"no memory left for this step: {error}: lower --max-batched-tokens"
@@ -149,11 +146,6 @@ class NativeEngine(HostMemoryEngine):
 
     def _gather_logits(self, rows: Sequence[int]) -> torch.Tensor:  # [rows, vocab]
         return torch.cat([self._model.compute_logits(row, 1).clone() for row in rows])
-
-
-def is_decoding(slice_: SequenceSlice) -> bool:
-    """Whether a slice continues an output; the last chunk of a prompt may look like one."""
-    return len(slice_.token_ids) == 1 + len(slice_.draft_specs)
 
 
 def describe_draw(spec: SampleSpec) -> KvnDraw:

@@ -12,6 +12,8 @@ namespace kvn {
 namespace {
 
 constexpr int64_t kHugePage = 2 << 20;
+// From so many rows on, a step looks before each half of a layer which cores it may use.
+constexpr int64_t kLongStepRows = 64;
 
 // Of a number in the rows that are multiplied.
 int64_t count_row_value_bytes(const KvnContext& context) {
@@ -196,7 +198,6 @@ int32_t kvn_begin_step(KvnContext* context, const KvnStep* step) {
   context->step = *step;
   if (!reserve_buffers(*context, step->num_rows) || !kvn::plan_queries(*context))
     return KVN_OUT_OF_MEMORY;
-  if (context->sharing != nullptr) context->sharing->begin_step(step->is_prompt);
   kvn::use_shared_cores(*context);
   context->kernels->start_step(*context);
   return KVN_OK;
@@ -208,8 +209,9 @@ void kvn_end_step(KvnContext* context) {
 
 int32_t kvn_run_halves(KvnContext* context, int32_t first, int32_t end, int64_t* ended_ns) {
   if (first < 0 || end > 2 * context->model.num_layers) return KVN_BAD_ARGUMENT;
-  // A decode step is short. Halves of a prompt last milliseconds.
-  const int32_t halves = context->step.is_prompt ? 1 : end - first;
+  // Half a layer of a prompt lasts as long as a decode step of another node.
+  const bool is_long = context->sharing != nullptr && context->step.num_rows >= kvn::kLongStepRows;
+  const int32_t halves = is_long ? 1 : end - first;
   for (int32_t half = first; half < end; half += halves) {
     kvn::use_shared_cores(*context);
     context->kernels->run_halves(*context, half, half + halves);

@@ -1,9 +1,8 @@
 // How many threads a step uses on a host whose cores several nodes share.
 //
-// Each node has a thread for every core, and says what it computes on a page that all of them map.
-// A decode step uses the cores divided by the nodes that decode; a prompt, divided by all nodes that
-// compute. So prompts leave cores to decode steps, and have all of them while nobody decodes. With
-// two threads on one core, each stage of a step would last as long as the kernel's time slices.
+// Each node has a thread for every core, and says on a page that all of them map when it computes. A
+// step uses the cores divided by the nodes that compute. With two threads on one core, each stage of
+// a step would last as long as the kernel's time slices.
 //
 // The page decides about time alone. What a node says counts for a bounded time.
 #pragma once
@@ -16,10 +15,11 @@ namespace kvn {
 
 constexpr int kSharingSlots = 62;
 
-// What the nodes of a host compute; zeros at first. Each writes to its slot alone.
+// Which nodes of the host compute; zeros at first. Each writes to its slot alone.
 struct SharingPage {
   struct alignas(64) Slot {
-    std::atomic<uint64_t> activity;  // microseconds of CLOCK_MONOTONIC << 2 | Activity
+    // Microseconds of CLOCK_MONOTONIC until which the node counts as one that computes.
+    std::atomic<uint64_t> busy_until;
   } slots[kSharingSlots];
 };
 static_assert(sizeof(SharingPage) <= 4096);
@@ -30,21 +30,15 @@ class CoreSharing {
   CoreSharing(SharingPage* page, int slot, int cores);
   ~CoreSharing();
 
-  // `is_prompt`: the step has no sequence that decodes.
-  void begin_step(bool is_prompt);
-  void end_step();
-  // The threads that the step may use from now on. Says again that it is computed.
+  // The threads that a step may use from now on. Says that this node computes.
   int choose_num_threads();
+  void end_step();
 
  private:
-  // kDecoded: between two steps, or after the last one.
-  enum Activity : uint64_t { kNone, kDecodes, kDecoded, kComputesPrompt };
-
-  void set_activity(Activity activity);
+  void set_busy(uint64_t microseconds);
 
   SharingPage& page_;
   const int slot_, cores_;
-  Activity activity_ = kNone;
 };
 
 }  // namespace kvn

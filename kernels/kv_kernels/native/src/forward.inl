@@ -10,7 +10,7 @@ constexpr float kMinPeak = 1e-12f;  // a row that is smaller is quantized as if 
 
 template <class Body>  // body(row)
 static inline void share_rows(ThreadTeam& team, int member, int64_t rows, Body&& body) {
-  const int64_t each = rows >= kRowsPerTask * team.size() ? kRowsPerTask : 1;
+  const int64_t each = rows >= kRowsPerTask * team.num_used() ? kRowsPerTask : 1;
   team.share_tasks(member, kvn::divide_up(rows, each), [&](int64_t task) {
     const int64_t end = (task + 1) * each < rows ? (task + 1) * each : rows;
     for (int64_t row = task * each; row < end; ++row) body(row);
@@ -223,7 +223,7 @@ static void share_product(KvnContext& context, int member, const KvnLinear& line
   const bool expands_once = is_compact && !Plan::expands_in_passes(rows);
   const ProductTasks<Plan> tasks(rows, count_panels(linear),
                                  expands_once ? kvn::kExpandedPanels : kPanelsPerTask,
-                                 stride * static_cast<int64_t>(sizeof(*x)), context.team->size());
+                                 stride * static_cast<int64_t>(sizeof(*x)), context.team->num_used());
   const bool packs = Plan::is_packed(rows);
   auto* packed = reinterpret_cast<uint32_t*>(scratch);
   bool is_first_task = true;

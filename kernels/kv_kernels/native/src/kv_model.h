@@ -88,7 +88,6 @@ struct KvnStep {
   int64_t num_table_entries;
   const int64_t* sampled_rows;  // [num_sampled], ascending: rows computed to the end
   int64_t num_sampled;
-  int32_t is_prompt;  // no sequence decodes
 };
 
 struct KvnContext;

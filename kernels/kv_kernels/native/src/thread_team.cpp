@@ -99,19 +99,21 @@ void ThreadTeam::run_jobs(Member& member) {
                     sleeping_on_job_);
     seen = job_number_.load();
     if (stopping_) return;  // read after the number that the destructor has counted up
-    if (!enter_job(member.number)) continue;
-    member.stage = first_stage_;
-    job_(argument_, member.number);
+    if (!enter_job()) continue;
+    if (member.number < num_used_) {
+      member.stage = first_stage_;
+      job_(argument_, member.number);
+    }
     leave_job();
   }
 }
 
 void ThreadTeam::use_members(int count) {
-  num_used_.store(count < 1 ? 1 : count < size_ ? count : size_);
+  num_used_ = count < 1 ? 1 : count < size_ ? count : size_;
 }
 
 void ThreadTeam::run(Job job, void* argument) {
-  const bool is_alone = num_used_.load() == 1;
+  const bool is_alone = num_used_ == 1;
   if (!is_alone) {
     job_ = job;
     argument_ = argument;
@@ -124,10 +126,8 @@ void ThreadTeam::run(Job job, void* argument) {
   if (!is_alone) close_job();
 }
 
-// False if the job is over, or not for this member. A member that is in keeps the job and its
-// argument alive.
-bool ThreadTeam::enter_job(int member) {
-  if (member >= num_used_.load()) return false;
+// False if the job is over. A member that is in keeps the job and its argument alive.
+bool ThreadTeam::enter_job() {
   uint32_t gate = gate_.load();
   do {
     if (gate & kClosed) return false;

@@ -17,7 +17,7 @@ namespace kvn {
 enum class TaskOrder {
   // Consecutive tasks: what a task prefetches past its end is read by the member's next task.
   kConsecutive,
-  // Every size()-th task: where long tasks come first, each member gets some of them.
+  // Every num_used()-th task: where long tasks come first, each member gets some of them.
   kInterleaved,
 };
 
@@ -31,8 +31,10 @@ class ThreadTeam {
 
   __attribute__((always_inline)) int size() const { return size_; }
 
-  // Run jobs on the first `count` members from now on: at least the caller, at most all.
+  // Run jobs on the first `count` members from now on: at least the caller, at most all. Not
+  // during a job.
   void use_members(int count);
+  __attribute__((always_inline)) int num_used() const { return num_used_; }
 
   // Run job(argument, member) on every used member that comes in time; returns when all tasks are
   // done and no member uses the argument.
@@ -45,15 +47,15 @@ class ThreadTeam {
   __attribute__((always_inline)) void share_tasks(int member, int64_t count, Body&& body) {
     if (count <= 0) return;
     const uint64_t stage = members_[member].stage;
-    const int64_t each = count / size_, more = count % size_;
+    const int64_t each = count / num_used_, more = count % num_used_;
     int64_t finished = 0;
-    for (int turn = 0; turn < size_; ++turn) {
-      const int part = member + turn < size_ ? member + turn : member + turn - size_;
+    for (int turn = 0; turn < num_used_; ++turn) {
+      const int part = member + turn < num_used_ ? member + turn : member + turn - num_used_;
       const int64_t size = each + (part < more), begin = each * part + (part < more ? part : more);
       if (size == 0) continue;
       std::atomic<uint64_t>& next = members_[part].next_task;
       for (int64_t i = take_task(next, stage, size); i >= 0; i = take_task(next, stage, size)) {
-        body(kOrder == TaskOrder::kInterleaved ? i * size_ + part : begin + i);
+        body(kOrder == TaskOrder::kInterleaved ? i * num_used_ + part : begin + i);
         ++finished;
       }
     }
@@ -72,7 +74,7 @@ class ThreadTeam {
   ThreadTeam() = default;
   static void* run_member(void* argument);
   void run_jobs(Member& member);
-  bool enter_job(int member);
+  bool enter_job();
   void leave_job();
   void close_job();
   void end_stage(int member, int64_t finished, int64_t count);
@@ -88,7 +90,7 @@ class ThreadTeam {
   }
 
   int size_ = 1;
-  std::atomic<int> num_used_{1};  // members that may enter jobs
+  int num_used_ = 1;  // members that do tasks; changes while no member is in a job
   int started_ = 0;
   Member* members_ = nullptr;
   Job job_ = nullptr;

@@ -1,9 +1,6 @@
 // Nodes that share cores, each with a slot on one page.
 #include "core_sharing.h"
 
-#include <time.h>
-#include <unistd.h>
-
 #include <memory>
 #include <thread>
 #include <vector>
@@ -21,80 +18,70 @@ struct Host {
   std::vector<std::unique_ptr<kvn::CoreSharing>> nodes;
 };
 
-void decode(kvn::CoreSharing& node) { node.begin_step(false); }
-void compute_prompt(kvn::CoreSharing& node) { node.begin_step(true); }
+int step(kvn::CoreSharing& node) { return node.choose_num_threads(); }
 
-// Let the slot look as if its node had last said something so many seconds ago.
-void grow_old(kvn::SharingPage& page, int slot, uint64_t seconds) {
-  page.slots[slot].activity -= seconds * 1'000'000 << 2;
+// Let time pass for what the node has said.
+void pass(kvn::SharingPage& page, int slot, uint64_t microseconds) {
+  page.slots[slot].busy_until -= microseconds;
 }
 
 }  // namespace
 
 TEST(a_node_that_computes_alone_uses_all_cores) {
   Host host(3, 8);
-  decode(*host.nodes[0]);
-  CHECK(host.nodes[0]->choose_num_threads() == 8);
-  host.nodes[0]->end_step();
-  usleep(30'000);  // longer than between two steps
-  compute_prompt(*host.nodes[1]);
-  CHECK(host.nodes[1]->choose_num_threads() == 8);
+  CHECK(step(*host.nodes[1]) == 8);
+  CHECK(step(*host.nodes[1]) == 8);
 }
 
-TEST(prompts_leave_decode_steps_all_cores_and_use_their_part) {
+TEST(nodes_that_compute_divide_the_cores) {
   Host host(3, 8);
-  compute_prompt(*host.nodes[0]);
-  CHECK(host.nodes[0]->choose_num_threads() == 8);
-  decode(*host.nodes[1]);
-  CHECK(host.nodes[1]->choose_num_threads() == 8);
-  CHECK(host.nodes[0]->choose_num_threads() == 4);
-  compute_prompt(*host.nodes[2]);
-  CHECK(host.nodes[0]->choose_num_threads() == 2);  // 8 / 3
-  CHECK(host.nodes[1]->choose_num_threads() == 8);
-  host.nodes[0]->end_step();
-  CHECK(host.nodes[2]->choose_num_threads() == 4);
+  CHECK(step(*host.nodes[0]) == 8);
+  CHECK(step(*host.nodes[1]) == 4);
+  CHECK(step(*host.nodes[0]) == 4);
+  CHECK(step(*host.nodes[2]) == 2);  // 8 / 3
+  CHECK(step(*host.nodes[0]) == 2);
 }
 
-TEST(a_node_between_two_decode_steps_counts_for_a_moment) {
-  Host host(2, 2);
-  compute_prompt(*host.nodes[0]);
-  decode(*host.nodes[1]);
-  host.nodes[1]->end_step();
-  CHECK(host.nodes[0]->choose_num_threads() == 1);
-  grow_old(*host.page, 1, 1);
-  CHECK(host.nodes[0]->choose_num_threads() == 2);
-}
-
-TEST(decode_steps_divide_the_cores_and_each_has_one) {
+TEST(each_node_has_a_core) {
   Host host(3, 2);
-  for (auto& node : host.nodes) decode(*node);
-  for (auto& node : host.nodes) CHECK(node->choose_num_threads() == 1);
+  for (auto& node : host.nodes) step(*node);
+  for (auto& node : host.nodes) CHECK(step(*node) == 1);
+}
+
+TEST(a_node_between_two_steps_counts_for_a_moment) {
+  Host host(2, 2);
+  step(*host.nodes[0]);
+  step(*host.nodes[1]);
+  host.nodes[1]->end_step();
+  CHECK(step(*host.nodes[0]) == 1);
+  pass(*host.page, 1, 20'000);
+  CHECK(step(*host.nodes[0]) == 2);
 }
 
 TEST(a_node_that_died_in_a_step_is_forgotten) {
   Host host(2, 4);
-  decode(*host.nodes[0]);
-  decode(*host.nodes[1]);
-  CHECK(host.nodes[0]->choose_num_threads() == 2);
-  grow_old(*host.page, 1, 3);
-  CHECK(host.nodes[0]->choose_num_threads() == 4);
+  step(*host.nodes[0]);
+  step(*host.nodes[1]);
+  pass(*host.page, 1, 1'000'000);
+  CHECK(step(*host.nodes[0]) == 2);
+  pass(*host.page, 1, 1'000'000);
+  CHECK(step(*host.nodes[0]) == 4);
 }
 
-TEST(a_long_prompt_counts_as_long_as_it_is_computed) {
+TEST(a_long_step_counts_as_long_as_it_is_computed) {
   Host host(2, 4);
-  compute_prompt(*host.nodes[0]);
-  grow_old(*host.page, 0, 3);
-  CHECK(host.nodes[0]->choose_num_threads() == 4);  // says that it computes
-  compute_prompt(*host.nodes[1]);
-  CHECK(host.nodes[1]->choose_num_threads() == 2);
+  step(*host.nodes[0]);
+  pass(*host.page, 0, 3'000'000);
+  step(*host.nodes[0]);  // the next half of a layer
+  CHECK(step(*host.nodes[1]) == 2);
 }
 
 TEST(a_slot_that_is_taken_again_says_nothing_of_its_last_node) {
   Host host(2, 2);
-  decode(*host.nodes[0]);
-  decode(*host.nodes[1]);
+  step(*host.nodes[0]);
+  step(*host.nodes[1]);
   kvn::CoreSharing successor(host.page.get(), 1, 2);
-  CHECK(host.nodes[0]->choose_num_threads() == 2);
+  CHECK(step(*host.nodes[0]) == 2);
 }
 
 TEST(nodes_on_threads_read_and_write_the_page_at_once) {
@@ -102,8 +89,7 @@ TEST(nodes_on_threads_read_and_write_the_page_at_once) {
   std::vector<std::thread> threads;
   for (auto& node : host.nodes)
     threads.emplace_back([&node] {
-      for (int step = 0; step < 2000; ++step) {
-        node->begin_step(step % 3 == 0);
+      for (int number = 0; number < 2000; ++number) {
         const int count = node->choose_num_threads();
         CHECK(count >= 1 && count <= 4);
         node->end_step();

@@ -1,18 +1,19 @@
 """Engines that share cores: their results are the same, and the page says what they compute."""
 
 import mmap
+import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
-from node_engine.core.step.step_batch import SampleSpec, StepBatch
+from node_engine.core.step.step_batch import StepBatch
 from tests.unit.node_engine.model.cpu.native_engines import (
     CONFIG,
-    GREEDY,
     BoundEngine,
     make_native,
+    make_prompt,
     make_slice,
     needs_native_kernels,
     run_all,
@@ -21,7 +22,6 @@ from tests.unit.node_engine.model.cpu.native_engines import (
 pytestmark = needs_native_kernels
 
 SLOT_BYTES = 64
-NONE, DECODES, DECODED, COMPUTES_PROMPT = range(4)  # Activity of core_sharing.h
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,20 +34,23 @@ class Slot:
     def address(self) -> int:
         return np.frombuffer(self.page, np.uint8).ctypes.data
 
-    def read_activity(self) -> int:
+    def read_busy_seconds(self) -> float:
+        """For how long from now the node counts as one that computes."""
         start = self.slot * SLOT_BYTES
-        return int.from_bytes(self.page[start : start + 8], "little") & 3
+        until = int.from_bytes(self.page[start : start + 8], "little")
+        return max(0.0, until * 1e-6 - time.monotonic())
 
 
 class Observer:
-    """A layer callback that notes what the page says during a step."""
+    """A layer callback that notes what the page says during a step, and may fail."""
 
     slowed_seconds = 0.0
     blocks = ()
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot, *, fails: bool = False) -> None:
         self._slot = slot
-        self.seen: set[int] = set()
+        self._fails = fails
+        self.seen: list[float] = []
 
     def ends_group(self, layer: int) -> bool:
         return False
@@ -57,12 +60,9 @@ class Observer:
     def on_launched(self, layer_ends: object) -> None: ...
 
     def __call__(self, layer: int) -> None:
-        self.seen.add(self._slot.read_activity())
-
-
-class FailingObserver(Observer):
-    def __call__(self, layer: int) -> None:
-        raise RuntimeError("of a test")
+        self.seen.append(self._slot.read_busy_seconds())
+        if self._fails:
+            raise RuntimeError("of a test")
 
 
 def make_sharing(slot: Slot) -> BoundEngine:
@@ -79,34 +79,31 @@ def test_engines_that_compute_at_once_share_cores_and_give_equal_results() -> No
                 assert found == expected
 
 
-def test_step_says_what_it_computes_and_when_it_ends() -> None:
+@pytest.mark.parametrize("length", [1, 100])  # a decode step, and one that is cut
+def test_page_says_that_a_step_is_computed_and_that_it_has_ended(length: int) -> None:
     slot = Slot(5)
     engine = make_sharing(slot).engine
-    for slices, during, after in (
-        ((make_slice(0, [1, 2, 3], 0),), COMPUTES_PROMPT, NONE),
-        ((make_slice(0, [4], 3),), DECODES, DECODED),
-        ((make_slice(0, [5], 4), make_slice(1, [1, 2], 0)), DECODES, DECODED),
-    ):
-        observer = Observer(slot)
-        engine.run(StepBatch(slices), observer)
-        assert observer.seen == {during}
-        assert slot.read_activity() == after
-
-
-def test_drafts_behind_a_token_are_not_a_prompt() -> None:
-    slot = Slot(0)
-    engine = make_sharing(slot).engine
-    engine.run(StepBatch((make_slice(0, [1, 2, 3], 0),)))
-    specs = tuple(SampleSpec(GREEDY, 0, position) for position in (5, 6))
-    drafted = replace(make_slice(0, [4, 5, 6], 3), draft_specs=specs)
-    engine.run(StepBatch((drafted,)))
-    assert slot.read_activity() == DECODED
+    assert slot.read_busy_seconds() == 0
+    observer = Observer(slot)
+    engine.run(StepBatch((make_slice(0, make_prompt(length), 0),)), observer)
+    assert all(0.1 < seconds <= 2 for seconds in observer.seen)
+    assert len(observer.seen) == CONFIG.num_layers
+    assert slot.read_busy_seconds() <= 0.02
 
 
 def test_step_that_fails_does_not_hold_cores() -> None:
     slot = Slot(1)
     engine = make_sharing(slot).engine
-    for token_ids in ([10**6], [1, 2]):
-        with pytest.raises((ValueError, RuntimeError)):
-            engine.run(StepBatch((make_slice(0, token_ids, 0),)), FailingObserver(slot))
-        assert slot.read_activity() == NONE
+    step = StepBatch((make_slice(0, [1, 2], 0),))
+    with pytest.raises(RuntimeError, match="of a test"):
+        engine.run(step, Observer(slot, fails=True))
+    assert slot.read_busy_seconds() <= 0.02
+    with pytest.raises(ValueError, match="out of bounds"):
+        engine.run(StepBatch((make_slice(0, [10**6], 0),)))
+    assert slot.read_busy_seconds() <= 0.02
+
+
+def test_node_whose_engine_is_gone_computes_nothing() -> None:
+    slot = Slot(2)
+    run_all(make_sharing(slot))
+    assert slot.read_busy_seconds() == 0
