@@ -60,8 +60,8 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
     threads: Annotated[
         str,
         help_text(
-            "Compute threads of a node; auto: one for each core with native kernels, of which a "
-            "step uses its share while other nodes of the host compute; otherwise the cores "
+            "Compute threads of a node at most; auto: one for each core. With native kernels the "
+            "nodes of a host that compute divide its cores among them; without, auto is the cores "
             "divided by --nodes-per-host"
         ),
     ] = "auto"
@@ -82,8 +82,8 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
     nodes_per_host: Annotated[
         PositiveInt,
         help_text(
-            "Nodes of this host: auto of --threads may divide its cores among them, and auto of "
-            "--kv-memory on a GPU its memory"
+            "Nodes of this host: auto of --kv-memory on a GPU divides the host's memory among "
+            "them, and auto of --threads without native kernels its cores"
         ),
     ] = 1
     weight_cache_dir: Annotated[

@@ -279,7 +279,8 @@ def _remove_if_stale(path: Path) -> bool:
     except OSError:
         return False
     try:
-        return _try_lock(fd) and _unlink(path)
+        # A file without a name was removed meanwhile, and the path may be that of a new one.
+        return _try_lock(fd) and os.fstat(fd).st_nlink > 0 and _unlink(path)
     finally:
         os.close(fd)
 

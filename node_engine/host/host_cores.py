@@ -11,6 +11,7 @@ import mmap
 import os
 import stat
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -30,7 +31,8 @@ _CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, eq=False)
 class HostCores:
-    """The cores that this process shares, and its slot; a kv_kernels.native.model.CoreSharingSlot.
+    """The cores that this process shares, and its slot; a CoreSharingSlot of
+    kv_kernels.
 
     The slot is this process's as long as the object lives.
     """
@@ -41,7 +43,8 @@ class HostCores:
     cores: int
 
 
-# A process has one slot: its engines (of a model and its draft model) compute in turns.
+# A process has one slot. A model and its draft model compute one after the other. Several engines
+# that compute at once, as those of two `LLM`s, count as one.
 _open_pages = WeakValueDictionary[Path, HostCores]()
 
 
@@ -65,11 +68,12 @@ def open_host_cores(folder: Path) -> HostCores | None:
 
 
 def compute_cores_id() -> str:
-    """32 hexadecimal digits, equal for processes that share the same cores."""
+    """32 hexadecimal digits, equal for processes of a user that share the same cores."""
     cores = sorted(os.sched_getaffinity(0))
     # Containers with a quota each have theirs, although they run on the same cores.
     container = os.stat(_CGROUP_FOLDER).st_ino if has_core_quota() else 0
-    return hashlib.sha256(f"{container} {cores}".encode()).hexdigest()[:32]
+    user = os.geteuid()  # nobody else can open the file
+    return hashlib.sha256(f"{user} {container} {cores}".encode()).hexdigest()[:32]
 
 
 def _open_page(path: Path) -> HostCores:
@@ -99,7 +103,11 @@ def _open_locked(path: Path) -> int:
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             os.close(fd)
             raise OSError(f"{path} belongs to user {found.st_uid}")
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        except OSError:
+            os.close(fd)
+            raise
         if os.fstat(fd).st_nlink:
             return fd
         os.close(fd)  # it was removed before it was locked
@@ -108,10 +116,8 @@ def _open_locked(path: Path) -> int:
 
 def _close_page(path: Path, fd: int) -> None:
     """Release the slot, and remove the file if no other process uses it."""
-    try:
+    with suppress(OSError):  # it is used, or the folder is gone
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pass
-    else:
-        path.unlink(missing_ok=True)
+        if os.fstat(fd).st_nlink:  # otherwise the path may be that of a new file
+            path.unlink()
     os.close(fd)

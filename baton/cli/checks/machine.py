@@ -89,10 +89,10 @@ def check_cores(config: Config, available: int) -> Finding:
     except ConfigError as error:
         return bad_finding("cores", error.message, "set --threads")
     detail = f"{available} cores, {nodes} nodes"
-    threads = 1  # at least, of each node; `auto` shares the cores
+    threads = 1  # of each node at least: with native kernels those that compute divide the cores
     if config.threads != "auto":
-        threads = int(config.threads)
-        detail += f" with {threads} threads each"
+        detail += f" with {config.threads} threads each"
+        threads = int(config.threads) if config.cpu_kernels == "torch" else 1
     if nodes * threads > available and config.engine == "model" and config.device != "cuda":
         return warning_finding(
             "cores",

@@ -92,13 +92,15 @@ class NativeModel:
     def share_cores(self, shared: CoreSharingSlot) -> None:
         """Use as many threads in a step as are its part of shared cores; called once at most.
 
-        Raises MemoryError.
+        Raises ValueError for a slot that is none, and MemoryError.
         """
         status = self._functions.kvn_share_cores(
             self._context, shared.address, shared.slot, shared.cores
         )
-        if status:
+        if status == Status.OUT_OF_MEMORY:
             raise MemoryError("no memory for sharing cores")
+        if status:
+            raise ValueError(f"slot {shared.slot} of {shared.cores} cores, or a second one")
         self._keep_alive.append(shared)
 
     def start_step(

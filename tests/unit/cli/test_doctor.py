@@ -63,6 +63,8 @@ def test_cores() -> None:
         "2 cores, 8 nodes",
         "--prefill",
     )
+    assert_finding(machine.check_cores(Config(threads="2"), 2), "ok", "2 nodes with 2 threads")
+    assert_finding(machine.check_cores(Config(threads="2", cpu_kernels="torch"), 2), "warning")
     assert_finding(machine.check_cores(Config(threads="many"), 2), "bad", "'many'")
     assert_finding(machine.check_cores(Config(prefill=4, decode=4, engine="paced"), 2), "ok")
 

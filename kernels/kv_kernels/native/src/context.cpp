@@ -12,7 +12,9 @@ namespace kvn {
 namespace {
 
 constexpr int64_t kHugePage = 2 << 20;
-// From so many rows on, a step looks before each half of a layer which cores it may use.
+// After so many halves of layers a step looks again which cores it may use: half a layer of a prompt
+// may last as long as a decode step of another node.
+constexpr int32_t kHalvesBetweenLooks = 8, kHalvesOfLongStep = 1;
 constexpr int64_t kLongStepRows = 64;
 
 // Of a number in the rows that are multiplied.
@@ -209,12 +211,13 @@ void kvn_end_step(KvnContext* context) {
 
 int32_t kvn_run_halves(KvnContext* context, int32_t first, int32_t end, int64_t* ended_ns) {
   if (first < 0 || end > 2 * context->model.num_layers) return KVN_BAD_ARGUMENT;
-  // Half a layer of a prompt lasts as long as a decode step of another node.
-  const bool is_long = context->sharing != nullptr && context->step.num_rows >= kvn::kLongStepRows;
-  const int32_t halves = is_long ? 1 : end - first;
+  const int32_t halves = context->sharing == nullptr                    ? end - first
+                         : context->step.num_rows < kvn::kLongStepRows ? kvn::kHalvesBetweenLooks
+                                                                       : kvn::kHalvesOfLongStep;
   for (int32_t half = first; half < end; half += halves) {
     kvn::use_shared_cores(*context);
-    context->kernels->run_halves(*context, half, half + halves);
+    const int32_t next = half + halves;
+    context->kernels->run_halves(*context, half, next < end ? next : end);
   }
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);

@@ -5,10 +5,10 @@
 namespace kvn {
 namespace {
 
-// In microseconds. A node that dies in a step counts for so long: a decode step, or half a layer of
-// a long step, takes less.
+// In microseconds. A node that dies in a step counts for so long. One that computes says so again
+// after each few layers.
 constexpr uint64_t kLongestSilence = 2'000'000;
-// A node that has more to compute begins its next step before.
+// A node that has more to compute begins its next step within this time.
 constexpr uint64_t kBetweenSteps = 20'000;
 
 uint64_t read_microseconds() {
@@ -29,9 +29,9 @@ CoreSharing::~CoreSharing() { set_busy(0); }
 int CoreSharing::choose_num_threads() {
   set_busy(kLongestSilence);
   const uint64_t now = read_microseconds();
-  int num_busy = 0;
-  for (const SharingPage::Slot& slot : page_.slots)
-    num_busy += slot.busy_until.load(std::memory_order_relaxed) > now;
+  int num_busy = 1;
+  for (int i = 0; i < kSharingSlots; ++i)
+    num_busy += i != slot_ && page_.slots[i].busy_until.load(std::memory_order_relaxed) > now;
   return num_busy < cores_ ? cores_ / num_busy : 1;
 }
 

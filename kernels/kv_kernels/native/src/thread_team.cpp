@@ -60,7 +60,7 @@ ThreadTeam* ThreadTeam::create(int size) {
   ThreadTeam* team = new (std::nothrow) ThreadTeam();
   if (team == nullptr) return nullptr;
   team->size_ = size;
-  team->num_used_ = size;
+  team->use_members(size);
   team->gate_ = kClosed;
   void* memory = nullptr;
   const size_t bytes = static_cast<size_t>(size) * sizeof(Member);
@@ -80,6 +80,7 @@ ThreadTeam* ThreadTeam::create(int size) {
 
 ThreadTeam::~ThreadTeam() {
   stopping_ = true;
+  use_members(size_);
   job_number_.fetch_add(1);
   wake_sleeping(word_of(job_number_), sleeping_on_job_);
   for (int number = 1; number <= started_; ++number)
@@ -95,6 +96,11 @@ void* ThreadTeam::run_member(void* argument) {
 
 void ThreadTeam::run_jobs(Member& member) {
   for (uint32_t seen = 0;;) {
+    const uint32_t awake = num_awake_.load();
+    if (static_cast<uint32_t>(member.number) >= awake) {
+      sleep_while(word_of(num_awake_), awake);
+      continue;
+    }
     wait_for_change([this] { return job_number_.load(); }, word_of(job_number_), seen, kJobSpins,
                     sleeping_on_job_);
     seen = job_number_.load();
@@ -110,6 +116,8 @@ void ThreadTeam::run_jobs(Member& member) {
 
 void ThreadTeam::use_members(int count) {
   num_used_ = count < 1 ? 1 : count < size_ ? count : size_;
+  const auto awake = static_cast<uint32_t>(num_used_);
+  if (num_awake_.exchange(awake) < awake) wake_all(word_of(num_awake_));
 }
 
 void ThreadTeam::run(Job job, void* argument) {

@@ -91,6 +91,8 @@ class ThreadTeam {
 
   int size_ = 1;
   int num_used_ = 1;  // members that do tasks; changes while no member is in a job
+  // The same number, on which the other members sleep: their cores may be those of other processes.
+  std::atomic<uint32_t> num_awake_{1};
   int started_ = 0;
   Member* members_ = nullptr;
   Job job_ = nullptr;

@@ -52,8 +52,10 @@ TEST(a_node_between_two_steps_counts_for_a_moment) {
   Host host(2, 2);
   step(*host.nodes[0]);
   step(*host.nodes[1]);
+  const uint64_t during = host.page->slots[1].busy_until;
   host.nodes[1]->end_step();
-  CHECK(step(*host.nodes[0]) == 1);
+  CHECK(host.page->slots[1].busy_until > during - 2'000'000);
+  CHECK(host.page->slots[1].busy_until < during);
   pass(*host.page, 1, 20'000);
   CHECK(step(*host.nodes[0]) == 2);
 }
@@ -74,6 +76,13 @@ TEST(a_long_step_counts_as_long_as_it_is_computed) {
   pass(*host.page, 0, 3'000'000);
   step(*host.nodes[0]);  // the next half of a layer
   CHECK(step(*host.nodes[1]) == 2);
+}
+
+TEST(a_node_whose_slot_another_one_has_cleared_has_cores) {
+  Host host(1, 2);
+  kvn::CoreSharing same(host.page.get(), 0, 2);
+  host.page->slots[0].busy_until = 0;
+  CHECK(step(same) == 2);
 }
 
 TEST(a_slot_that_is_taken_again_says_nothing_of_its_last_node) {

@@ -3,10 +3,12 @@
 // on nothing but the sequence.
 #include <cstring>
 #include <deque>
+#include <memory>
 #include <random>
 #include <vector>
 
 #include "check.h"
+#include "context.h"
 #include "kv_model.h"
 
 namespace {
@@ -246,6 +248,35 @@ TEST(tokens_do_not_depend_on_threads_or_other_rows) {
     kvn_destroy(team);
   }
   kvn_limit_cpu_features(~0u);
+}
+
+TEST(a_step_uses_its_part_of_shared_cores) {
+  TestModel test(KVN_FLOAT32, KVN_FLOAT32, false);
+  std::vector<char> arena(
+      static_cast<size_t>(kBlocks * kLayers * 2 * kKvHeads * kBlockSize * kDim * 4));
+  const KvnCache cache = {arena.data(), kBlocks, kBlockSize, KVN_FLOAT32};
+  auto page = std::make_unique<kvn::SharingPage>();
+  KvnContext* context = kvn_create(&test.model, 3);
+  KvnContext* other = kvn_create(&test.model, 1);
+  kvn_bind_cache(context, &cache);
+  const std::vector<float> expected = run_step(context, {{0, 0, 93}}, false);
+  CHECK(context->team->num_used() == 3);
+  CHECK(kvn_share_cores(context, page.get(), kvn::kSharingSlots, 4) == KVN_BAD_ARGUMENT);
+  CHECK(kvn_share_cores(context, page.get(), 0, 4) == KVN_OK);
+  CHECK(kvn_share_cores(context, page.get(), 1, 4) == KVN_BAD_ARGUMENT);
+  CHECK(kvn_share_cores(other, page.get(), 1, 4) == KVN_OK);
+  CHECK(run_step(context, {{0, 0, 93}}, false) == expected);
+  CHECK(context->team->num_used() == 3);  // of 4 cores
+  other->sharing->choose_num_threads();
+  CHECK(run_step(context, {{0, 0, 93}}, false) == expected);
+  CHECK(context->team->num_used() == 2);
+  page->slots[1].busy_until = 0;
+  CHECK(run_step(context, {{0, 0, 9}}, false).size() == static_cast<size_t>(kVocab));
+  CHECK(context->team->num_used() == 3);
+  kvn_end_step(context);
+  kvn_destroy(context);
+  CHECK(page->slots[0].busy_until == 0);
+  kvn_destroy(other);
 }
 
 TEST(threads_end_with_their_context) {
