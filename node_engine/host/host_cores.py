@@ -1,4 +1,4 @@
-"""The page by which the nodes of a host share its cores.
+"""The shared-memory page by which the nodes of a host divide its cores among them.
 
 The page is in a segment that all nodes with the same cores map. Each node locks a byte of the file,
 whose number is its slot on the page, and the kernel releases the lock when the node dies. What the
@@ -31,10 +31,10 @@ _CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, eq=False)
 class HostCores:
-    """The cores that this process shares, and its slot; a CoreSharingSlot of
-    kv_kernels.
+    """A process's slot on the shared-memory page, and how many cores the nodes on it divide.
 
-    The slot is this process's as long as the object lives.
+    It is a CoreSharingSlot, see kv_kernels/native/core_sharing.py. The slot is taken as long as the
+    object lives.
     """
 
     page: mmap.mmap
@@ -49,7 +49,7 @@ _open_pages = WeakValueDictionary[Path, HostCores]()
 
 
 def open_host_cores(folder: Path) -> HostCores | None:
-    """Open the page of this process's cores in the segment folder.
+    """Map the page that all processes on the same cores map, and take a slot on it.
 
     None, with a warning, if that cannot be.
     """
@@ -77,7 +77,7 @@ def compute_cores_id() -> str:
 
 
 def _open_page(path: Path) -> HostCores:
-    """Open the page, or create it, and take a slot. Raises OSError."""
+    """Open the page's file, or create it, map it and lock a free slot. Raises OSError."""
     fd = _open_locked(path)
     try:
         slot = next((slot for slot in range(_NUM_SLOTS) if try_lock_byte(fd, slot)), None)
@@ -115,7 +115,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _close_page(path: Path, fd: int) -> None:
-    """Release the slot, and remove the file if no other process uses it."""
+    """Release the slot, and remove the page's file if no other process uses it."""
     with suppress(OSError):  # it is used, or the folder is gone
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(fd).st_nlink:  # otherwise the path may be that of a new file

@@ -4,11 +4,11 @@ from typing import Protocol
 
 
 class CoreSharingSlot(Protocol):
-    """A node's slot on the page by which the nodes of a host share its cores."""
+    """A node's slot on the shared-memory page that says which nodes of a host compute."""
 
     @property
     def address(self) -> int:
-        """Of the page, which stays mapped as long as this object lives."""
+        """Address of the page, which stays mapped as long as this object lives."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What an engine computes with on a CPU, as its caller chooses. Imports no torch."""
+"""Options of the native CPU engine: its kernels, weights and cores. Imports no torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

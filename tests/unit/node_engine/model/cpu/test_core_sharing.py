@@ -35,7 +35,7 @@ class Slot:
         return np.frombuffer(self.page, np.uint8).ctypes.data
 
     def read_busy_seconds(self) -> float:
-        """For how long from now the node counts as one that computes."""
+        """Seconds until other nodes take this one as idle."""
         start = self.slot * SLOT_BYTES
         until = int.from_bytes(self.page[start : start + 8], "little")
         return max(0.0, until * 1e-6 - time.monotonic())
