@@ -85,8 +85,6 @@ def _prepare_and_run(settings: Config, detach: bool) -> int:
 
 
 def _run_supervisor(config: Config, logs: Path | None, notices: Sequence[str]) -> int:
-    # uvloop forks to start a child. gRPC would warn about it, although the fork only calls exec.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from baton.cli.supervisor.run_cluster import run_cluster
 
     return run_cluster(config, logs, notices)

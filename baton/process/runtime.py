@@ -1,4 +1,4 @@
-"""Runs a process on uvloop: signals, stopping, exit codes."""
+"""Runs a process on an event loop: signals, stopping, exit codes."""
 
 import asyncio
 import ctypes
@@ -32,8 +32,9 @@ def run_event_loop(
     *,
     longest_stop: float | None = None,
     structured: bool = False,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
 ) -> int:
-    """Run `main(stop)` on uvloop until it returns. Returns the exit code.
+    """Run `main(stop)` on an event loop until it returns. Returns the exit code.
 
     SIGTERM and SIGINT set `stop`; a second signal ends the process at once. A ConfigError becomes
     one line on standard error and exit code 2, any other BatonError exit code 1. With `structured`
@@ -44,7 +45,8 @@ def run_event_loop(
     gc.freeze()
     code = EXIT_OK
     try:
-        uvloop.run(_run_with_signals(main, longest_stop))
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(_run_with_signals(main, longest_stop))
     except* ConfigError as group:
         code = _report_error(group, EXIT_USAGE, structured=structured)
     except* BatonError as group:

@@ -51,7 +51,7 @@ from node_engine.host.compute_thread import (
     RoleFactory,
     SwitchableRole,
 )
-from node_engine.host.constraints import make_node_constraints, read_tokenizer_later
+from node_engine.host.constraints import make_constraint_factory
 from node_engine.host.cpu_kernels import begin_opening_weights
 from node_engine.host.device_monitor import DeviceMonitor
 from node_engine.host.draft_model import build_drafter, check_draft_settings
@@ -106,11 +106,11 @@ async def run_node(
     with ExitStack() as opened:
         writer = open_writer(config, opened)  # before torch opens files of the GPU
         weights = begin_opening_weights(config, opened)
+        constraints = make_constraint_factory(config, opened)
         device = await asyncio.to_thread(resolve_device_type, config)
         STARTUP.end_phase("engine_imports")
         limits = choose_step_limits(config, role, device)
         check_cache_memory(config, device, weights)  # fail before a model is loaded
-        constraints = make_node_constraints(config, device, opened)
         engine = await asyncio.to_thread(build_engine, config, device, limits, weights)
         STARTUP.end_phase("model")
         config = await with_advertised_address(config, stop)
@@ -132,7 +132,8 @@ async def run_node(
         node = assemble_node(
             config, role, name, engine, arena, scheduler, constraints, files, factories
         )
-        read_tokenizer_later(constraints, opened)
+        if constraints is not None:
+            await asyncio.to_thread(constraints.finish_loading)
         await node.run(stop)
 
 

@@ -36,9 +36,14 @@ class ConstraintFactory:
         max_grammars: int,
         clock: Clock,
     ) -> None:
-        """The tokenizer is read by `begin_loading`, or for the first constraint."""
+        """The tokenizer is read by `begin_loading`, or for the first constraint.
+
+        Python's lock is held for up to half a second meanwhile.
+        """
         self._executor = ThreadPoolExecutor(_THREADS, "grammar", _lower_thread_priority)
         self._load = partial(load_grammar_tokenizer, tokenizer_file, vocab_size, eos_token_ids)
+        # Not one of `_executor`: a thread of low priority would keep Python's lock for longer.
+        self._loader = threading.Thread(target=self._read_tokenizer, name="tokenizer", daemon=True)
         self._load_lock = threading.Lock()
         self._tokenizer: Future[LLTokenizer] | None = None  # None until it is read
         self._vocab_size = vocab_size
@@ -47,14 +52,21 @@ class ConstraintFactory:
         self.cache = GrammarCache(self._compile_grammar, max_grammars, clock)
 
     def begin_loading(self) -> None:
-        """Begin to read the model's tokenizer, so that no request waits for it.
+        """Begin to read the model's tokenizer on a thread of its own."""
+        self._loader.start()
 
-        This takes Python's lock for up to half a second.
+    def finish_loading(self) -> None:
+        """Wait until the tokenizer is read, so that no request waits for Python's lock.
+
+        Does not raise: where it cannot be read, every constraint fails.
         """
-        self._executor.submit(self._get_tokenizer)
+        self._loader.join()
 
     def _get_tokenizer(self) -> LLTokenizer:
         """Read the tokenizer the first time. Raises ConfigError, and what llguidance raises."""
+        return self._read_tokenizer().result()
+
+    def _read_tokenizer(self) -> "Future[LLTokenizer]":
         with self._load_lock:
             if self._tokenizer is None:
                 self._tokenizer = Future()
@@ -65,7 +77,7 @@ class ConstraintFactory:
                     log.get_logger("grammar").error(
                         "structured output is not available", **log.get_error_fields(error)
                     )
-        return self._tokenizer.result()
+        return self._tokenizer
 
     def submit_work(self, work: AttemptSpec) -> "Future[GrammarState]":
         """Begin to make the constraint of an attempt. The future raises BatonError."""

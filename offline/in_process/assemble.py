@@ -103,14 +103,14 @@ def load_engine(config: NodeConfig) -> WarmEngine:
     require_cache_memory(config, device)
     with ExitStack() as undo:
         constraints = make_constraint_factory(config, undo)
-        if constraints is not None:
-            constraints.begin_loading()
         engine = build_engine(config, device, limits)
         arena = create_arena(config, device, limits, engine)
         undo.callback(arena.close)
         warm_up_engine(engine, arena, limits.max_batched_tokens, asyncio.Event())
         measured, limits = measure_limits(config, engine, arena, limits)
         drafter = build_drafter(config, Role.DECODE, limits, engine, arena)
+        if constraints is not None:
+            constraints.finish_loading()
         undo.pop_all()
     return WarmEngine(config, engine, arena, limits, measured, drafter, constraints)
 

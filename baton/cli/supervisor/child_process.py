@@ -168,7 +168,9 @@ class ChildProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             pass_fds=(sender,),
-            start_new_session=True,  # the supervisor handles Ctrl-C: the coordinator ends first
+            # The supervisor handles Ctrl-C: the coordinator ends first. Not a session for each:
+            # Linux divides the CPU between sessions, whatever the priorities of their threads.
+            process_group=0,
         )
 
     def _read_liveness(self, receiver: int, pid: int) -> None:

@@ -64,6 +64,7 @@ def run_cluster(config: Config, logs: Path | None, notices: Sequence[str]) -> in
                 config, output, notify, announce, stdout, stop, detached=logs is not None
             ),
             structured=config.log_format == "json",
+            loop_factory=asyncio.new_event_loop,  # uvloop cannot start a process in a new group
         )
     finally:
         if isinstance(output, LogFiles):

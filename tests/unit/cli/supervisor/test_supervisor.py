@@ -102,6 +102,16 @@ async def test_the_coordinator_ends_before_the_nodes_and_they_before_their_pool(
     assert not any_alive(pids.values())
 
 
+async def test_children_have_process_groups_of_their_own_in_one_session(
+    write_child_programs: WriteChildPrograms, config: Config
+) -> None:
+    async with cluster(config) as (started, _):
+        await started.wait_until_ready()
+        pids = set(started.get_pids().values())
+        assert {os.getpgid(pid) for pid in pids} == pids
+        assert {os.getsid(pid) for pid in pids} == {os.getsid(0)}
+
+
 async def test_cluster_runs_on_without_a_pool_that_cannot_start(
     write_child_programs: WriteChildPrograms, config: Config
 ) -> None:

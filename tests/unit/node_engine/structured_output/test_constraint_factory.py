@@ -1,14 +1,11 @@
 """The tokenizer of grammars is read once: before the first constraint, or when it is needed."""
 
-import asyncio
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from baton.errors import ConfigError
 from baton.process.clock import FakeClock
-from node_engine.host import constraints
 from node_engine.structured_output import constraint_factory
 from node_engine.structured_output.constraint_factory import ConstraintFactory
 
@@ -31,7 +28,7 @@ def test_the_tokenizer_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     factory = make_factory(tmp_path)
     assert reads == []
     factory.begin_loading()
-    factory._executor.shutdown()  # waits for what has begun
+    factory.finish_loading()
     assert reads == [tmp_path]
     assert [factory._get_tokenizer() for _ in range(2)] == [tokenizer] * 2
     assert reads == [tmp_path]
@@ -60,27 +57,3 @@ def test_a_tokenizer_that_cannot_be_read_fails_every_constraint(tmp_path: Path) 
         with pytest.raises(ConfigError, match="cannot be read"):
             factory._get_tokenizer()
     factory.close()
-
-
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_node_reads_the_tokenizer_a_while_after_it_began_to_serve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopped: bool
-) -> None:
-    reads: list[Path] = []
-    monkeypatch.setattr(constraints, "_TOKENIZER_DELAY_SECONDS", 0.01)
-    monkeypatch.setattr(
-        constraint_factory, "load_grammar_tokenizer", lambda file, *_: reads.append(file)
-    )
-    factory = make_factory(tmp_path)
-
-    async def serve() -> None:
-        with ExitStack() as opened:
-            constraints.read_tokenizer_later(factory, opened)
-            assert reads == []
-            if not is_stopped:
-                await asyncio.sleep(0.05)
-        await asyncio.sleep(0.05)
-
-    asyncio.run(serve())
-    factory._executor.shutdown()
-    assert reads == ([] if is_stopped else [tmp_path])
