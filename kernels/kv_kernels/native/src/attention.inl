@@ -7,14 +7,17 @@ using kvn::QueryTile;
 // Where one task keeps what it computes.
 template <class Dot>
 struct AttentionScratch {
+  // Rows whose scores are computed and used before those of the next: they stay in the L1 cache.
+  static constexpr int64_t kRowsAtOnce =
+      kvn::round_up(2 * kTileRows, MatrixPlan<Dot>::Type::kRowsPerBlock);
   typename Dot::X* query;     // [rows][query_stride]
   typename Dot::W* keys;      // [key panels][query steps][16][kStep]
   typename Dot::W* values;    // [value panels][key steps][16][kStep]
-  typename Dot::X* weights;   // [rows][kKeyGroup], exp(score - maximum)
-  float* scores;              // [rows][kKeyGroup]
+  typename Dot::X* weights;   // [kRowsAtOnce][kKeyGroup], exp(score - maximum)
+  float* scores;              // [kRowsAtOnce][kKeyGroup]
   float* sums;                // [rows][head_dim], rounded up
   float* maxima;              // [rows]
-  float* totals;              // [rows], of the weights
+  float* totals;              // [rows][16], of the weights, by their place in a vector
   float* decays;              // [rows], of earlier sums in this group
   typename Dot::W* decoded;   // [kKeyGroup][sum_stride], of a cache in int8
 
@@ -32,14 +35,15 @@ struct AttentionScratch {
     using X = typename Dot::X;
     using W = typename Dot::W;
     const int64_t row_size = sizeof(X), size = sizeof(W), stride = query_stride(head_dim);
-    query = reinterpret_cast<X*>(take(rows * stride * row_size));
+    const int64_t whole_rows = kvn::round_up(rows, 2 * kTileRows);  // what tiles read
+    query = reinterpret_cast<X*>(take(whole_rows * stride * row_size));
     keys = reinterpret_cast<W*>(take(kvn::kKeyGroup * stride * size));
     values = reinterpret_cast<W*>(take(kvn::kKeyGroup * sum_stride(head_dim) * size));
-    weights = reinterpret_cast<X*>(take(rows * kvn::kKeyGroup * row_size));
-    scores = reinterpret_cast<float*>(take(rows * kvn::kKeyGroup * 4));
+    weights = reinterpret_cast<X*>(take(kRowsAtOnce * kvn::kKeyGroup * row_size));
+    scores = reinterpret_cast<float*>(take(kRowsAtOnce * kvn::kKeyGroup * 4));
     sums = reinterpret_cast<float*>(take(rows * sum_stride(head_dim) * 4));
     maxima = reinterpret_cast<float*>(take(rows * 4));
-    totals = reinterpret_cast<float*>(take(rows * 4));
+    totals = reinterpret_cast<float*>(take(rows * 64));
     decays = reinterpret_cast<float*>(take(rows * 4));
     decoded = reinterpret_cast<W*>(take(kvn::kKeyGroup * sum_stride(head_dim) * size));
     return used;
@@ -166,11 +170,11 @@ static void pack_values(const char* const* rows, int64_t dim, int64_t num_keys,
 }
 
 // Turn the scores of one row into weights; the first `begin` keys and those from `end` on are
-// hidden from it.
+// hidden from it. Scores and weights are those of rows from `first` on.
 template <class Dot>
-static inline void weigh_row(AttentionScratch<Dot>& scratch, int64_t row, int64_t num_keys,
-                             int64_t begin, int64_t end, float scale) {
-  float* scores = scratch.scores + row * kvn::kKeyGroup;
+static inline void weigh_row(AttentionScratch<Dot>& scratch, int64_t row, int64_t first,
+                             int64_t num_keys, int64_t begin, int64_t end, float scale) {
+  float* scores = scratch.scores + (row - first) * kvn::kKeyGroup;
   F16 largest = set1(-__builtin_inff());
   for (int64_t i = 0; i < num_keys; i += 16) {
     F16 score = mul(load(scores + i), set1(scale));
@@ -182,19 +186,26 @@ static inline void weigh_row(AttentionScratch<Dot>& scratch, int64_t row, int64_
     store(scores + i, score);
     largest = max(largest, score);
   }
-  const float before = scratch.maxima[row], found = reduce_max(largest);
+  const float before = scratch.maxima[row];
+  const bool is_larger = any_greater(largest, set1(before));  // rarely, after some groups
+  const float found = is_larger ? reduce_max(largest) : before;
   const float maximum = found > before ? found : before;
   const float origin = maximum == -__builtin_inff() ? 0.0f : maximum;
   F16 total = zero();
   for (int64_t i = 0; i < num_keys; i += 16) {
     const F16 weight = exp_nonpositive(sub(load(scores + i), set1(origin)));
     total = add(total, weight);
-    Numbers<Dot>::store(scratch.weights + row * kvn::kKeyGroup + i, weight);
+    Numbers<Dot>::store(scratch.weights + (row - first) * kvn::kKeyGroup + i, weight);
   }
-  alignas(64) float decay[16];
-  store(decay, exp_nonpositive(set1(before - origin)));
-  scratch.decays[row] = decay[0];
-  scratch.totals[row] = scratch.totals[row] * decay[0] + reduce_add(total);
+  float decay = 1.0f;
+  if (is_larger) {
+    alignas(64) float lanes[16];
+    store(lanes, exp_nonpositive(set1(before - origin)));
+    decay = lanes[0];
+  }
+  scratch.decays[row] = decay;
+  float* totals = scratch.totals + row * 16;
+  store(totals, fma(load(totals), set1(decay), total));
   scratch.maxima[row] = maximum;
 }
 
@@ -217,37 +228,41 @@ static void attend_group(const KvnContext& context, int layer, const QueryTile& 
   const char* decoded[kvn::kKeyGroup];
   pack_keys<Dot>(decode_rows<Dot>(context, keys, num_keys, scratch, decoded), dim, num_keys / 16,
                  scratch);
-  const Plan plan = Plan::unpacked(rows);
-  multiply<Dot>(plan, scratch.query, stride, rows, scratch.keys, stride * 16, num_keys / 16,
-                stride / Dot::kStep, NextWeights{}, registers,
-                [&](const Tile<Dot>& found_scores) {
-                  for (int64_t r = 0; r < found_scores.num_rows; ++r)
-                    for (int c = 0; c < found_scores.num_panels; ++c)
-                      store(scratch.scores + (found_scores.first_row + r) * kvn::kKeyGroup +
-                                (found_scores.first_panel + c) * 16,
-                            load(found_scores.at(r, c)));
-                });
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t position = tile.position + row / heads_per_kv;
-    const int64_t visible_from = window > 0 ? position + 1 - window : 0;
-    weigh_row<Dot>(scratch, row, num_keys, visible_from - group, position + 1 - group,
-                   1.0f / __builtin_sqrtf(static_cast<float>(dim)));
-  }
   pack_values(decode_rows<Dot>(context, values, num_keys, scratch, decoded), dim, num_keys,
               scratch);
-  multiply<Dot>(plan, scratch.weights, kvn::kKeyGroup, rows, scratch.values, kvn::kKeyGroup * 16,
-                sum_stride / 16, num_keys / Dot::kStep, NextWeights{}, registers,
-                [&](const Tile<Dot>& weighted) {
-                  for (int64_t r = 0; r < weighted.num_rows; ++r) {
-                    const int64_t row = weighted.first_row + r;
-                    const F16 decay = set1(scratch.decays[row]);
-                    for (int c = 0; c < weighted.num_panels; ++c) {
-                      float* sum =
-                          scratch.sums + row * sum_stride + (weighted.first_panel + c) * 16;
-                      store(sum, fma(load(sum), decay, load(weighted.at(r, c))));
+  const Plan plan = Plan::unpacked(rows);
+  constexpr int64_t kRows = AttentionScratch<Dot>::kRowsAtOnce;
+  for (int64_t first = 0; first < rows; first += kRows) {
+    const int64_t count = rows - first < kRows ? rows - first : kRows;
+    multiply<Dot>(plan, scratch.query + first * stride, stride, count, scratch.keys, stride * 16,
+                  num_keys / 16, stride / Dot::kStep, NextWeights{}, registers,
+                  [&](const Tile<Dot>& found) {
+                    for (int64_t r = 0; r < found.num_rows; ++r)
+                      for (int c = 0; c < found.num_panels; ++c)
+                        store(scratch.scores + (found.first_row + r) * kvn::kKeyGroup +
+                                  (found.first_panel + c) * 16,
+                              load(found.at(r, c)));
+                  });
+    for (int64_t row = first; row < first + count; ++row) {
+      const int64_t position = tile.position + row / heads_per_kv;
+      const int64_t visible_from = window > 0 ? position + 1 - window : 0;
+      weigh_row<Dot>(scratch, row, first, num_keys, visible_from - group, position + 1 - group,
+                     1.0f / __builtin_sqrtf(static_cast<float>(dim)));
+    }
+    multiply<Dot>(plan, scratch.weights, kvn::kKeyGroup, count, scratch.values,
+                  kvn::kKeyGroup * 16, sum_stride / 16, num_keys / Dot::kStep, NextWeights{},
+                  registers, [&](const Tile<Dot>& weighted) {
+                    for (int64_t r = 0; r < weighted.num_rows; ++r) {
+                      const int64_t row = first + weighted.first_row + r;
+                      const F16 decay = set1(scratch.decays[row]);
+                      for (int c = 0; c < weighted.num_panels; ++c) {
+                        float* sum =
+                            scratch.sums + row * sum_stride + (weighted.first_panel + c) * 16;
+                        store(sum, fma(load(sum), decay, load(weighted.at(r, c))));
+                      }
                     }
-                  }
-                });
+                  });
+  }
 }
 
 // Attend for one tile and the query heads of one KV head; writes rows of `activation`.
@@ -273,7 +288,7 @@ static void attend_tile(const KvnContext& context, int layer, int64_t head, cons
     });
     for (int64_t i = 0; i < sum_stride; i += 16) store(scratch.sums + row * sum_stride + i, zero());
     scratch.maxima[row] = -__builtin_inff();
-    scratch.totals[row] = 0.0f;
+    store(scratch.totals + row * 16, zero());
   }
   const int64_t window = model.layers[layer].window;
   const int64_t oldest = window > 0 && tile.position + 1 > window ? tile.position + 1 - window : 0;
@@ -299,7 +314,7 @@ static void attend_tile(const KvnContext& context, int layer, int64_t head, cons
   for (int64_t row = 0; row < rows; ++row) {
     typename Dot::X* out = attended + (out_row + row / heads_per_kv) * context.activation_stride +
                            (head * heads_per_kv + row % heads_per_kv) * dim;
-    const F16 inverse = div(set1(1.0f), set1(scratch.totals[row]));
+    const F16 inverse = div(set1(1.0f), set1(reduce_add(load(scratch.totals + row * 16))));
     for_lanes(dim, [&](int64_t i, int lanes) {
       store_lanes<Dot>(out + i, mul(load(scratch.sums + row * sum_stride + i), inverse), lanes);
     });

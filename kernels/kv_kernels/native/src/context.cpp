@@ -43,9 +43,21 @@ const Kernels* choose_kernels(uint32_t features) {
 int64_t count_heads_per_kv(const KvnModel& model) { return model.heads / model.kv_heads; }
 
 // Positions of one sequence that one task attends for.
-int64_t count_tile_positions(const KvnModel& model) {
-  const int64_t positions = kQueryRows / count_heads_per_kv(model);
+int64_t count_tile_positions(const KvnModel& model, int64_t query_rows) {
+  const int64_t positions = query_rows / count_heads_per_kv(model);
   return positions > 0 ? positions : 1;
+}
+
+// As count_tile_positions, for a step. A task computes the scores of all keys that its last query
+// sees: with few heads for a KV head, long tasks have more positions that do not see them.
+int64_t choose_tile_positions(const KvnContext& context) {
+  constexpr int64_t kTasksPerMember = 4, kManyHeads = 4;
+  const KvnModel& model = context.model;
+  const int64_t longest = count_tile_positions(model, kQueryRows);
+  const int64_t tasks = context.step.num_rows / longest * model.kv_heads;
+  return count_heads_per_kv(model) >= kManyHeads && tasks >= kTasksPerMember * context.team->size()
+             ? longest
+             : count_tile_positions(model, kFewQueryRows);
 }
 
 bool reserve_buffers(KvnContext& context, int64_t rows) {
@@ -68,7 +80,7 @@ bool reserve_buffers(KvnContext& context, int64_t rows) {
 // Memory of each member: for attention, and for the rows of a product with `in` inputs.
 bool reserve_scratch(KvnContext& context, int64_t in) {
   const KvnModel& model = context.model;
-  const int64_t rows = count_tile_positions(model) * count_heads_per_kv(model);
+  const int64_t rows = count_tile_positions(model, kQueryRows) * count_heads_per_kv(model);
   const int64_t words = round_up(in, 4) * count_row_value_bytes(context) / 4;  // of whole steps
   const int64_t bytes = round_up(context.kernels->count_scratch_bytes(model, rows, words), 4096);
   if (bytes > context.scratch_bytes) context.scratch_bytes = bytes;
@@ -103,7 +115,7 @@ bool is_valid(const KvnContext& context, const KvnStep& step) {
 // Cut the slices into tiles. Returns false without memory.
 bool plan_queries(KvnContext& context) {
   const KvnStep& step = context.step;
-  const int64_t each = count_tile_positions(context.model);
+  const int64_t each = choose_tile_positions(context);
   const int64_t most = step.num_slices + step.num_rows / each + step.num_sampled;
   if (!context.work.tiles.reserve(most * static_cast<int64_t>(sizeof(QueryTile)))) return false;
   QueryTile* tiles = context.work.tiles.as<QueryTile>();

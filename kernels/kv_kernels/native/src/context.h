@@ -12,12 +12,13 @@ namespace kvn {
 // Keys are read in groups of this many positions, counted from the start of the sequence, so that
 // sums do not depend on how a sequence is cut into steps.
 constexpr int64_t kKeyGroup = 64;
-// Query rows (positions times the query heads of one KV head) that one task attends for.
-constexpr int64_t kQueryRows = 96;
+// Query rows (positions times the query heads of one KV head) that one task attends for: the more,
+// the fewer times keys are packed. Short steps have more tasks, so that each member gets some.
+constexpr int64_t kQueryRows = 192, kFewQueryRows = 96;
 constexpr int64_t kPanel = 16;  // output channels that are computed together
 
-static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+static inline constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline constexpr int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
 // Zero-filled memory that starts on a cache line; large ones on huge pages where possible.
 class Buffer {

@@ -333,9 +333,9 @@ struct TilePlan {
           x, stride, panels, steps, count, sums, registers,
           WeightFetch::for_pass(pass, steps / kTileSteps));
     } else if (panels_at_once == 2) {
-      (count > kTileRows ? multiply_in_tiles<Dot, 2, 2, false>
-                         : multiply_in_tiles<Dot, 1, 2, false>)(x, stride, panels, steps, count,
-                                                                sums, registers, {});
+      // All rows of both tiles, also if there are fewer: to change the tiles' shape takes longer.
+      multiply_in_tiles<Dot, 2, 2, false>(x, stride, panels, steps, kRowsPerBlock, sums, registers,
+                                          {});
     } else if (count <= kMaxVectorRows) {
       TileChooser<Dot, kMaxVectorRows>::single_pass(count)(x, stride, panels, steps, sums);
     } else {

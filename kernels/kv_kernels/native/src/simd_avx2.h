@@ -58,6 +58,11 @@ static inline float reduce_max(F16 a) {
   four = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
+// Whether a > b in any lane.
+static inline bool any_greater(F16 a, F16 b) {
+  return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ),
+                                         _mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ))) != 0;
+}
 static inline __m256 scale_half(__m256 a, __m256 n) {
   const __m256i exponent =
       _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);

@@ -37,6 +37,10 @@ static inline F16 round_to_even(F16 a) {
 }
 static inline float reduce_add(F16 a) { return _mm512_reduce_add_ps(a.v); }
 static inline float reduce_max(F16 a) { return _mm512_reduce_max_ps(a.v); }
+// Whether a > b in any lane.
+static inline bool any_greater(F16 a, F16 b) {
+  return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ) != 0;
+}
 // a * 2^n, n integral, in range
 static inline F16 scale_by_power(F16 a, F16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 // 0 where x < bound, else `a`
