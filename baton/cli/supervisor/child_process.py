@@ -128,22 +128,28 @@ class ChildProcess:
 
     async def _run_once(self) -> int:
         """Run the process once and return its exit code, negative for a signal."""
+        loop = asyncio.get_running_loop()
         receiver, sender = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        output, written = os.pipe2(os.O_CLOEXEC)
         try:
-            process = await self._spawn(sender)
-        except OSError as error:  # such as no memory or no descriptors, which is temporary
+            process = await self._spawn(sender, written)
+        except (OSError, RuntimeError) as error:  # such as no memory or no threads: temporary
             os.close(receiver)
-            self._notify(f"{self.spec.name} cannot be started: {error.strerror}")
+            os.close(output)
+            self._notify(f"{self.spec.name} cannot be started: {error}")
             return _EXIT_NOT_STARTED
         finally:
             os.close(sender)
+            os.close(written)
         self._process = process
         if self._stopping.is_set():
             self._send_signal(signal.SIGTERM)
-        loop = asyncio.get_running_loop()
         loop.add_reader(receiver, self._read_liveness, receiver, process.pid)
-        assert process.stdout is not None
-        copying = asyncio.create_task(self._copy_output(process.stdout))
+        stream = asyncio.StreamReader()
+        reading, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(output, "rb", buffering=0)
+        )
+        copying = asyncio.create_task(self._copy_output(stream))
         try:
             code = await process.wait()
             await asyncio.wait({copying}, timeout=_DRAIN_OUTPUT_TIMEOUT)
@@ -154,18 +160,24 @@ class ChildProcess:
             raise
         finally:
             copying.cancel()
+            reading.close()
             loop.remove_reader(receiver)
             os.close(receiver)
             self._process = None
 
-    async def _spawn(self, sender: int) -> asyncio.subprocess.Process:
+    async def _spawn(self, sender: int, output: int) -> asyncio.subprocess.Process:
+        """Start the process. Raises OSError, and RuntimeError if no thread can wait for it.
+
+        `output` is not asyncio's pipe: asyncio would take the process for running as long as one
+        of its own children has the pipe open.
+        """
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             self.spec.module,
             env={**self.spec.environ, liveness.LIVENESS_FD_VARIABLE: str(sender)},
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
+            stdout=output,
             stderr=asyncio.subprocess.STDOUT,
             pass_fds=(sender,),
             # The supervisor handles Ctrl-C: the coordinator ends first. Not a session for each:

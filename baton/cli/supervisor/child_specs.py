@@ -26,6 +26,13 @@ POOL_NAME = "pool-0"
 _ROLE_MODULES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
 # Secrets that nodes and pools get. The coordinator serves every port, so it gets all of them.
 _NODE_SECRETS = frozenset({"cluster_token"})
+# Variables that libraries read, unless the user has set them.
+_LIBRARY_DEFAULTS = {
+    "OMP_WAIT_POLICY": "passive",  # a spinning thread would take the core of another process
+    "GRPC_VERBOSITY": "ERROR",  # otherwise gRPC writes a line for each failed handshake
+    # uvloop forks to start a process. gRPC would warn, although the fork only calls exec.
+    "GRPC_ENABLE_FORK_SUPPORT": "0",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +88,7 @@ def make_child_specs(
         | _settings_environ(config)
         | {"BATON_SUPERVISOR_PID": str(supervisor)}
     )
-    # A spinning thread would take the core of another process.
-    child_environ["OMP_WAIT_POLICY"] = environ.get("OMP_WAIT_POLICY", "passive")
-    # Otherwise gRPC writes a line for each failed handshake.
-    child_environ["GRPC_VERBOSITY"] = environ.get("GRPC_VERBOSITY", "ERROR")
+    child_environ |= {name: environ.get(name, value) for name, value in _LIBRARY_DEFAULTS.items()}
     coordinator_environ = child_environ | {"OMP_NUM_THREADS": "1"}
     child_environ = {
         key: value
