@@ -159,7 +159,8 @@ def start_node(options: argparse.Namespace) -> Iterator[tuple[StepNode, Engine, 
             max_grammars=1,
             clock=time.monotonic,
         )
-        factory.begin_loading()
+        factory.start_tokenizer_loading()
+        factory.wait_for_tokenizer()
         node = StepNode(engine, count_step, FactoryConstraints(factory))
         node.start()
         try:

@@ -77,7 +77,7 @@ async def call_cluster_service(
 
 
 async def none_if_unavailable(call: Awaitable[_Answer]) -> _Answer | None:
-    """Await a call; None if it ends as UNAVAILABLE, as it does when its server is killed."""
+    """Return the answer of a gRPC call, or None for UNAVAILABLE, as when its server is killed."""
     try:
         return await call
     except grpc.aio.AioRpcError as error:

@@ -1,4 +1,4 @@
-"""Runs a process on an event loop: signals, stopping, exit codes."""
+"""Runs the event loop of a process, and handles its signals, shutdown and exit codes."""
 
 import asyncio
 import ctypes
@@ -34,7 +34,7 @@ def run_event_loop(
     structured: bool = False,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
 ) -> int:
-    """Run `main(stop)` on an event loop until it returns. Returns the exit code.
+    """Run the coroutine `main(stop)` on a new event loop. Returns the process's exit code.
 
     SIGTERM and SIGINT set `stop`; a second signal ends the process at once. A ConfigError becomes
     one line on standard error and exit code 2, any other BatonError exit code 1. With `structured`

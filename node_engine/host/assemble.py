@@ -133,7 +133,7 @@ async def run_node(
             config, role, name, engine, arena, scheduler, constraints, files, factories
         )
         if constraints is not None:
-            await asyncio.to_thread(constraints.finish_loading)
+            await asyncio.to_thread(constraints.wait_for_tokenizer)
         await node.run(stop)
 
 

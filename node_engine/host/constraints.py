@@ -1,4 +1,4 @@
-"""Makes what a node needs for structured output."""
+"""Makes the factory of a node's grammars, which structured output needs."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,5 +33,5 @@ def make_constraint_factory(config: NodeConfig, opened: ExitStack) -> "Constrain
         clock=monotonic_clock,
     )
     opened.callback(factory.close)
-    factory.begin_loading()
+    factory.start_tokenizer_loading()
     return factory

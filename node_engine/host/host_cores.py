@@ -1,8 +1,9 @@
-"""The shared-memory page by which the nodes of a host divide its cores among them.
+"""Shared memory in which the nodes of a host announce that they compute.
 
-The page is in a segment that all nodes with the same cores map. Each node locks a byte of the file,
-whose number is its slot on the page, and the kernel releases the lock when the node dies. What the
-page says is in kernels/kv_kernels/native/src/core_sharing.h.
+Those that compute at the same time divide the cores. The memory is one page of a file, which all
+nodes with the same cores map. Each node locks a byte of the file, whose number is its slot on the
+page, and the kernel releases the lock when the node dies. The page is laid out as
+kernels/kv_kernels/native/src/core_sharing.h says.
 """
 
 import fcntl
@@ -31,7 +32,7 @@ _CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, eq=False)
 class HostCores:
-    """A process's slot on the shared-memory page, and how many cores the nodes on it divide.
+    """The slot in which this process announces that it computes, and the number of cores.
 
     It is a CoreSharingSlot, see kv_kernels/native/core_sharing.py. The slot is taken as long as the
     object lives.
@@ -77,7 +78,7 @@ def compute_cores_id() -> str:
 
 
 def _open_page(path: Path) -> HostCores:
-    """Open the page's file, or create it, map it and lock a free slot. Raises OSError."""
+    """Open or create the file of the shared page, map it and lock a free slot. Raises OSError."""
     fd = _open_locked(path)
     try:
         slot = next((slot for slot in range(_NUM_SLOTS) if try_lock_byte(fd, slot)), None)

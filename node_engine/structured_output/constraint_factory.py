@@ -36,9 +36,9 @@ class ConstraintFactory:
         max_grammars: int,
         clock: Clock,
     ) -> None:
-        """The tokenizer is read by `begin_loading`, or for the first constraint.
+        """The tokenizer is read by `start_tokenizer_loading`, or for the first constraint.
 
-        Python's lock is held for up to half a second meanwhile.
+        This takes up to half a second, in which Python's lock is held.
         """
         self._executor = ThreadPoolExecutor(_THREADS, "grammar", _lower_thread_priority)
         self._load = partial(load_grammar_tokenizer, tokenizer_file, vocab_size, eos_token_ids)
@@ -51,14 +51,15 @@ class ConstraintFactory:
         self._masks = MaskThread()
         self.cache = GrammarCache(self._compile_grammar, max_grammars, clock)
 
-    def begin_loading(self) -> None:
-        """Begin to read the model's tokenizer on a thread of its own."""
+    def start_tokenizer_loading(self) -> None:
+        """Start a thread that reads the model's tokenizer.json for llguidance."""
         self._loader.start()
 
-    def finish_loading(self) -> None:
-        """Wait until the tokenizer is read, so that no request waits for Python's lock.
+    def wait_for_tokenizer(self) -> None:
+        """Wait for the thread of `start_tokenizer_loading`.
 
-        Does not raise: where it cannot be read, every constraint fails.
+        It holds Python's lock while it reads, which would stop all requests. Does not raise: if the
+        tokenizer cannot be read, every constraint fails.
         """
         self._loader.join()
 

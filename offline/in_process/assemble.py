@@ -110,7 +110,7 @@ def load_engine(config: NodeConfig) -> WarmEngine:
         measured, limits = measure_limits(config, engine, arena, limits)
         drafter = build_drafter(config, Role.DECODE, limits, engine, arena)
         if constraints is not None:
-            constraints.finish_loading()
+            constraints.wait_for_tokenizer()
         undo.pop_all()
     return WarmEngine(config, engine, arena, limits, measured, drafter, constraints)
 

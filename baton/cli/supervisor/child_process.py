@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 from baton.cli.supervisor.child_output import ChildOutput, find_failure_message
@@ -129,26 +130,33 @@ class ChildProcess:
     async def _run_once(self) -> int:
         """Run the process once and return its exit code, negative for a signal."""
         loop = asyncio.get_running_loop()
-        receiver, sender = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        output, written = os.pipe2(os.O_CLOEXEC)
-        try:
-            process = await self._spawn(sender, written)
-        except (OSError, RuntimeError) as error:  # such as no memory or no threads: temporary
-            os.close(receiver)
-            os.close(output)
-            self._notify(f"{self.spec.name} cannot be started: {error}")
-            return _EXIT_NOT_STARTED
-        finally:
-            os.close(sender)
-            os.close(written)
+        with contextlib.ExitStack() as opened:
+            try:
+                signs, signs_sender = _open_pipe(opened, os.O_NONBLOCK)
+                output, output_sender = _open_pipe(opened)
+                stream = asyncio.StreamReader()
+                transport, _ = await loop.connect_read_pipe(
+                    lambda: asyncio.StreamReaderProtocol(stream), output
+                )
+                opened.callback(transport.close)
+                process = await self._spawn(signs_sender.fileno(), output_sender.fileno())
+            except (OSError, RuntimeError) as error:  # no memory, descriptors or threads: temporary
+                reason = error.strerror if isinstance(error, OSError) else error
+                self._notify(f"{self.spec.name} cannot be started: {reason}")
+                return _EXIT_NOT_STARTED
+            signs_sender.close()
+            output_sender.close()
+            loop.add_reader(signs, self._read_liveness, signs.fileno(), process.pid)
+            opened.callback(loop.remove_reader, signs)
+            return await self._wait_for_exit(process, stream)
+
+    async def _wait_for_exit(
+        self, process: asyncio.subprocess.Process, stream: asyncio.StreamReader
+    ) -> int:
+        """Copy the output of a process until it ends. Returns its exit code."""
         self._process = process
         if self._stopping.is_set():
             self._send_signal(signal.SIGTERM)
-        loop.add_reader(receiver, self._read_liveness, receiver, process.pid)
-        stream = asyncio.StreamReader()
-        reading, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(output, "rb", buffering=0)
-        )
         copying = asyncio.create_task(self._copy_output(stream))
         try:
             code = await process.wait()
@@ -160,26 +168,24 @@ class ChildProcess:
             raise
         finally:
             copying.cancel()
-            reading.close()
-            loop.remove_reader(receiver)
-            os.close(receiver)
             self._process = None
 
-    async def _spawn(self, sender: int, output: int) -> asyncio.subprocess.Process:
-        """Start the process. Raises OSError, and RuntimeError if no thread can wait for it.
+    async def _spawn(self, signs_fd: int, output_fd: int) -> asyncio.subprocess.Process:
+        """Start the process, with the ends to write of its pipes.
 
-        `output` is not asyncio's pipe: asyncio would take the process for running as long as one
-        of its own children has the pipe open.
+        Raises OSError, and RuntimeError if asyncio cannot start a thread that waits for its exit.
+        With `stdout=PIPE`, asyncio reports an exit only when the pipe is closed, and processes that
+        the child has started may keep it open.
         """
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             self.spec.module,
-            env={**self.spec.environ, liveness.LIVENESS_FD_VARIABLE: str(sender)},
+            env={**self.spec.environ, liveness.LIVENESS_FD_VARIABLE: str(signs_fd)},
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
+            stdout=output_fd,
             stderr=asyncio.subprocess.STDOUT,
-            pass_fds=(sender,),
+            pass_fds=(signs_fd,),
             # The supervisor handles Ctrl-C: the coordinator ends first. Not a session for each:
             # Linux divides the CPU between sessions, whatever the priorities of their threads.
             process_group=0,
@@ -232,6 +238,12 @@ class ChildProcess:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
+
+
+def _open_pipe(opened: contextlib.ExitStack, flags: int = 0) -> tuple[FileIO, FileIO]:
+    """Open a pipe that `opened` closes. Returns its ends: to read, to write. Raises OSError."""
+    reading, writing = os.pipe2(os.O_CLOEXEC | flags)
+    return opened.enter_context(FileIO(reading)), opened.enter_context(FileIO(writing, "w"))
 
 
 def _state_from_waitid(pid: int) -> str:

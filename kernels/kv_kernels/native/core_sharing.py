@@ -1,22 +1,25 @@
-"""What an engine needs to share the cores of a host with other nodes."""
+"""The interface by which an engine announces that it computes, and so divides a host's cores."""
 
 from typing import Protocol
 
 
 class CoreSharingSlot(Protocol):
-    """A node's slot on the shared-memory page that says which nodes of a host compute."""
+    """A node's slot in memory that all nodes of a host share.
+
+    Nodes announce in it that they compute. Those that do divide the host's cores.
+    """
 
     @property
     def address(self) -> int:
-        """Address of the page, which stays mapped as long as this object lives."""
+        """Address at which this process has mapped the memory, valid while this object lives."""
         ...
 
     @property
     def slot(self) -> int:
-        """This node's, which no other living node has."""
+        """Number of this node's slot. No other running node has the same."""
         ...
 
     @property
     def cores(self) -> int:
-        """That the nodes share."""
+        """Number of cores that the nodes divide."""
         ...

@@ -1,4 +1,4 @@
-"""Options of the native CPU engine: its kernels, weights and cores. Imports no torch."""
+"""Options of the native CPU engine. Does not import torch, which takes a second."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +12,13 @@ OpenSharing = Callable[[], WeightSharing]
 
 @dataclass(frozen=True, slots=True)
 class NativeOptions:
-    """What an engine computes with on a CPU, and how it stores the weights."""
+    """The kernels of a native CPU engine, how it stores weights, and how it shares cores."""
 
     kernels: NativeLibrary
     # Opens the memory in which all nodes of a host share the weights of a large model.
     open_sharing: OpenSharing | None = None
     # Compress bfloat16 weights to 12 bits each, without loss, if their exponents allow it.
     compact_weights: bool = True
-    # By which nodes of a host share its cores; None: each step uses all threads.
+    # Where this node announces that it computes, so that the nodes of a host divide its cores.
+    # None: each step uses all threads.
     core_sharing: CoreSharingSlot | None = None

@@ -191,7 +191,7 @@ async def test_a_start_that_fails_leaves_no_thread_of_grammars(
         def __init__(self, *_: object, **__: object) -> None:
             pass
 
-        def begin_loading(self) -> None:
+        def start_tokenizer_loading(self) -> None:
             pass
 
         def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The tokenizer of grammars is read once: before the first constraint, or when it is needed."""
+"""The tokenizer of grammars is read once: while the node starts, or for the first constraint."""
 
 from pathlib import Path
 
@@ -27,8 +27,8 @@ def test_the_tokenizer_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(constraint_factory, "load_grammar_tokenizer", load)
     factory = make_factory(tmp_path)
     assert reads == []
-    factory.begin_loading()
-    factory.finish_loading()
+    factory.start_tokenizer_loading()
+    factory.wait_for_tokenizer()
     assert reads == [tmp_path]
     assert [factory._get_tokenizer() for _ in range(2)] == [tokenizer] * 2
     assert reads == [tmp_path]
@@ -43,7 +43,7 @@ def test_whatever_prevents_reading_the_tokenizer_fails_every_constraint(
 
     monkeypatch.setattr(constraint_factory, "load_grammar_tokenizer", load)
     factory = make_factory(tmp_path)
-    factory.begin_loading()
+    factory.start_tokenizer_loading()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="panicked"):
             factory._get_tokenizer()
@@ -52,7 +52,7 @@ def test_whatever_prevents_reading_the_tokenizer_fails_every_constraint(
 
 def test_a_tokenizer_that_cannot_be_read_fails_every_constraint(tmp_path: Path) -> None:
     factory = make_factory(tmp_path / "tokenizer.json")
-    factory.begin_loading()
+    factory.start_tokenizer_loading()
     for _ in range(2):
         with pytest.raises(ConfigError, match="cannot be read"):
             factory._get_tokenizer()

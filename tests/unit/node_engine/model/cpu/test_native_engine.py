@@ -38,6 +38,7 @@ from tests.unit.node_engine.model.cpu.native_engines import (
 )
 
 pytestmark = needs_native_kernels
+LARGE_FACTOR = 1e5  # of keys: without their maximum, exponentials of their scores overflow
 
 
 @pytest.mark.parametrize("features", FEATURE_PARAMS)
@@ -99,6 +100,20 @@ def test_result_depends_on_nothing_but_the_sequence(
     blocks = -(-len(prompt) // BLOCK_SIZE)
     size = alone.read_cache().numel() // NUM_BLOCKS * blocks
     assert torch.equal(bound.read_cache()[:size], alone.read_cache()[:size])
+
+
+@pytest.mark.parametrize("features", FEATURE_PARAMS)
+def test_later_keys_may_have_much_larger_scores(features: CpuFeature) -> None:
+    """Their exponentials would overflow if the maximum of the first keys were kept."""
+    native, reference = make_native(CONFIG, features=features), make_reference(CONFIG)
+    prompt = make_prompt(100)
+    for bound in (native, reference):
+        bound.run(make_slice(0, prompt, 0))
+        shape = (NUM_BLOCKS, CONFIG.num_layers, 2, CONFIG.num_kv_heads, BLOCK_SIZE, CONFIG.head_dim)
+        bound.read_cache().view(shape)[64 // BLOCK_SIZE :, :, 0] *= LARGE_FACTOR
+    found, expected = (bound.run(make_slice(0, [7], 100)) for bound in (native, reference))
+    assert found[0].token_id == expected[0].token_id
+    assert find_largest_difference(found, expected) < 1e-3
 
 
 @pytest.mark.parametrize("features", FEATURE_PARAMS)
