@@ -20,6 +20,8 @@ struct AttentionScratch {
   float* totals;              // [rows][16], of the weights, by their place in a vector
   float* decays;              // [rows], of earlier sums in this group
   typename Dot::W* decoded;   // [kKeyGroup][sum_stride], of a cache in int8
+  typename Dot::W* columns;   // [query steps][16 rows][kStep], the queries as a panel of weights
+  float* key_scores;          // [kKeyGroup][16 rows]
 
   static int64_t query_stride(int64_t head_dim) { return kvn::round_up(head_dim, 16 * Dot::kStep); }
   static int64_t sum_stride(int64_t head_dim) { return kvn::round_up(head_dim, 16); }
@@ -46,8 +48,29 @@ struct AttentionScratch {
     totals = reinterpret_cast<float*>(take(rows * 64));
     decays = reinterpret_cast<float*>(take(rows * 4));
     decoded = reinterpret_cast<W*>(take(kvn::kKeyGroup * sum_stride(head_dim) * size));
+    if (!MatrixPlan<Dot>::Type::kHasKeyRowAttention) return used;
+    columns = reinterpret_cast<W*>(take(kTileRows * stride * size));
+    key_scores = reinterpret_cast<float*>(take(kTileRows * kvn::kKeyGroup * 4));
     return used;
   }
+};
+
+// One tile of queries, and the query heads of one KV head in one layer.
+struct AttentionTask {
+  const KvnContext& context;
+  int layer;
+  int64_t head;
+  const QueryTile& tile;
+
+  int64_t heads_per_kv() const { return context.model.heads / context.model.kv_heads; }
+  int64_t rows() const { return tile.count * heads_per_kv(); }
+  int64_t window() const { return context.model.layers[layer].window; }
+  // The first group of keys that any query sees, and the end of them all.
+  int64_t first_group() const {
+    const int64_t hidden = window() > 0 ? tile.position + 1 - window() : 0;
+    return hidden > 0 ? hidden / kvn::kKeyGroup * kvn::kKeyGroup : 0;
+  }
+  int64_t end() const { return tile.position + tile.count; }
 };
 
 // Bytes that the cache has of one token and head: in int8, a scale follows the values.
@@ -209,22 +232,54 @@ static inline void weigh_row(AttentionScratch<Dot>& scratch, int64_t row, int64_
   scratch.maxima[row] = maximum;
 }
 
+// Turn the scores of `count` rows from `first` on into weights; calls after_row() after each.
+template <class Dot, class AfterRow>
+static void weigh_rows(const AttentionTask& task, int64_t group, int64_t num_keys, int64_t first,
+                       int64_t count, AttentionScratch<Dot>& scratch, AfterRow&& after_row) {
+  const int64_t heads_per_kv = task.heads_per_kv(), window = task.window();
+  const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(task.context.model.head_dim));
+  for (int64_t row = first; row < first + count; ++row) {
+    const int64_t position = task.tile.position + row / heads_per_kv;
+    const int64_t visible_from = window > 0 ? position + 1 - window : 0;
+    weigh_row<Dot>(scratch, row, first, num_keys, visible_from - group, position + 1 - group,
+                   scale);
+    after_row();
+  }
+}
+
+// Add the weighted values of a group to the sums of `count` rows from `first` on.
+template <class Dot, class Plan>
+static void add_values(const Plan& plan, int64_t dim, int64_t num_keys, int64_t first,
+                       int64_t count, AttentionScratch<Dot>& scratch,
+                       typename Plan::Registers& registers) {
+  const int64_t stride = AttentionScratch<Dot>::sum_stride(dim);
+  multiply<Dot>(plan, scratch.weights, kvn::kKeyGroup, count, scratch.values, kvn::kKeyGroup * 16,
+                stride / 16, num_keys / Dot::kStep, NextWeights{}, registers,
+                [&](const Tile<Dot>& weighted) {
+                  for (int64_t r = 0; r < weighted.num_rows; ++r) {
+                    const int64_t row = first + weighted.first_row + r;
+                    const F16 decay = set1(scratch.decays[row]);
+                    for (int c = 0; c < weighted.num_panels; ++c) {
+                      float* sum = scratch.sums + row * stride + (weighted.first_panel + c) * 16;
+                      store(sum, fma(load(sum), decay, load(weighted.at(r, c))));
+                    }
+                  }
+                });
+}
+
 // Attend one group of keys, from position `group` on. `keys` and `values` are their rows.
 template <class Dot>
-static void attend_group(const KvnContext& context, int layer, const QueryTile& tile,
-                         int64_t heads_per_kv, int64_t group, const char* const* keys,
+static void attend_group(const AttentionTask& task, int64_t group, const char* const* keys,
                          const char* const* values, AttentionScratch<Dot>& scratch,
                          typename MatrixPlan<Dot>::Type::Registers& registers) {
   using Plan = typename MatrixPlan<Dot>::Type;
-  const int64_t dim = context.model.head_dim, rows = tile.count * heads_per_kv;
-  const int64_t last = tile.position + tile.count;  // the end of what any query sees
-  const int64_t end = group + kvn::kKeyGroup < last ? group + kvn::kKeyGroup : last;
-  // How many keys there are depends on the step. Those that no query sees have the weight 0, so that
-  // they change nothing, as long as the sums of the others are in the same order.
-  const int64_t num_keys = kvn::round_up(end - group, Plan::kKeyMultiple);
-  const int64_t window = context.model.layers[layer].window;
+  const KvnContext& context = task.context;
+  const int64_t dim = context.model.head_dim, rows = task.rows(), left = task.end() - group;
+  // How many keys there are depends on the step. Those that no query sees have the weight 0, so
+  // that they change nothing, as long as the sums of the others are in the same order.
+  const int64_t num_keys =
+      kvn::round_up(left < kvn::kKeyGroup ? left : kvn::kKeyGroup, Plan::kKeyMultiple);
   const int64_t stride = AttentionScratch<Dot>::query_stride(dim);
-  const int64_t sum_stride = AttentionScratch<Dot>::sum_stride(dim);
   const char* decoded[kvn::kKeyGroup];
   pack_keys<Dot>(decode_rows<Dot>(context, keys, num_keys, scratch, decoded), dim, num_keys / 16,
                  scratch);
@@ -243,44 +298,45 @@ static void attend_group(const KvnContext& context, int layer, const QueryTile& 
                                   (found.first_panel + c) * 16,
                               load(found.at(r, c)));
                   });
-    for (int64_t row = first; row < first + count; ++row) {
-      const int64_t position = tile.position + row / heads_per_kv;
-      const int64_t visible_from = window > 0 ? position + 1 - window : 0;
-      weigh_row<Dot>(scratch, row, first, num_keys, visible_from - group, position + 1 - group,
-                     1.0f / __builtin_sqrtf(static_cast<float>(dim)));
-    }
-    multiply<Dot>(plan, scratch.weights, kvn::kKeyGroup, count, scratch.values,
-                  kvn::kKeyGroup * 16, sum_stride / 16, num_keys / Dot::kStep, NextWeights{},
-                  registers, [&](const Tile<Dot>& weighted) {
-                    for (int64_t r = 0; r < weighted.num_rows; ++r) {
-                      const int64_t row = first + weighted.first_row + r;
-                      const F16 decay = set1(scratch.decays[row]);
-                      for (int c = 0; c < weighted.num_panels; ++c) {
-                        float* sum =
-                            scratch.sums + row * sum_stride + (weighted.first_panel + c) * 16;
-                        store(sum, fma(load(sum), decay, load(weighted.at(r, c))));
-                      }
-                    }
-                  });
+    weigh_rows(task, group, num_keys, first, count, scratch, [] {});
+    add_values(plan, dim, num_keys, first, count, scratch, registers);
   }
 }
 
-// Attend for one tile and the query heads of one KV head; writes rows of `activation`.
 template <class Dot>
-static void attend_tile(const KvnContext& context, int layer, int64_t head, const QueryTile& tile,
-                        int64_t out_row, char* memory) {
-  const KvnModel& model = context.model;
-  const int64_t dim = model.head_dim, heads_per_kv = model.heads / model.kv_heads;
-  const int64_t rows = tile.count * heads_per_kv;
+static void attend_groups(const AttentionTask& task, AttentionScratch<Dot>& scratch,
+                          typename MatrixPlan<Dot>::Type::Registers& registers) {
+  const int64_t last = task.end();
+  const char* keys[2][kvn::kKeyGroup];
+  const char* values[kvn::kKeyGroup];
+  const auto fetch = [&](int is_value, int64_t begin, const char** found) {
+    if (begin >= last) return;
+    const int64_t end = begin + kvn::kKeyGroup < last ? begin + kvn::kKeyGroup : last;
+    find_rows<Dot>(task.context, task.layer, is_value, task.head, task.tile.table, begin, end,
+                   found);
+    prefetch_rows(found, end - begin, count_row_bytes<Dot>(task.context));
+  };
+  int64_t group = task.first_group();
+  fetch(0, group, keys[0]);
+  for (int turn = 0; group < last; group += kvn::kKeyGroup, turn ^= 1) {
+    fetch(1, group, values);
+    fetch(0, group + kvn::kKeyGroup, keys[turn ^ 1]);
+    attend_group<Dot>(task, group, keys[turn], values, scratch, registers);
+  }
+}
+
+// Copy the queries of a task in the model's format, and begin their sums.
+template <class Dot>
+static void start_queries(const AttentionTask& task, AttentionScratch<Dot>& scratch) {
+  const KvnModel& model = task.context.model;
+  const int64_t dim = model.head_dim, heads_per_kv = task.heads_per_kv();
   const int64_t channels = (model.heads + 2 * model.kv_heads) * dim;
   const int64_t stride = AttentionScratch<Dot>::query_stride(dim);
   const int64_t sum_stride = AttentionScratch<Dot>::sum_stride(dim);
-  AttentionScratch<Dot> scratch;
-  scratch.place(memory, rows, dim);
-  for (int64_t row = 0; row < rows; ++row) {
-    const float* query = context.work.qkv.as<float>() +
-                         (tile.first_row + row / heads_per_kv) * channels +
-                         (head * heads_per_kv + row % heads_per_kv) * dim;
+  for (int64_t row = 0; row < task.rows(); ++row) {
+    const float* query = task.context.work.qkv.as<float>() +
+                         (task.tile.first_row + row / heads_per_kv) * channels +
+                         (task.head * heads_per_kv + row % heads_per_kv) * dim;
     typename Dot::X* copy = scratch.query + row * stride;
     for (int64_t i = 0; i < stride; i += 16) Numbers<Dot>::store(copy + i, zero());
     for_lanes(dim, [&](int64_t i, int lanes) {
@@ -290,33 +346,42 @@ static void attend_tile(const KvnContext& context, int layer, int64_t head, cons
     scratch.maxima[row] = -__builtin_inff();
     store(scratch.totals + row * 16, zero());
   }
-  const int64_t window = model.layers[layer].window;
-  const int64_t oldest = window > 0 && tile.position + 1 > window ? tile.position + 1 - window : 0;
-  const int64_t last = tile.position + tile.count;
-  typename MatrixPlan<Dot>::Type::Registers registers;
-  const char* keys[2][kvn::kKeyGroup];
-  const char* values[kvn::kKeyGroup];
-  const auto fetch = [&](int is_value, int64_t begin, const char** found) {
-    if (begin >= last) return;
-    const int64_t end = begin + kvn::kKeyGroup < last ? begin + kvn::kKeyGroup : last;
-    find_rows<Dot>(context, layer, is_value, head, tile.table, begin, end, found);
-    prefetch_rows(found, end - begin, count_row_bytes<Dot>(context));
-  };
-  int64_t group = oldest / kvn::kKeyGroup * kvn::kKeyGroup;
-  fetch(0, group, keys[0]);
-  for (int turn = 0; group < last; group += kvn::kKeyGroup, turn ^= 1) {
-    fetch(1, group, values);
-    fetch(0, group + kvn::kKeyGroup, keys[turn ^ 1]);
-    attend_group<Dot>(context, layer, tile, heads_per_kv, group, keys[turn], values, scratch,
-                      registers);
-  }
-  typename Dot::X* attended = context.work.activation.as<typename Dot::X>();
-  for (int64_t row = 0; row < rows; ++row) {
-    typename Dot::X* out = attended + (out_row + row / heads_per_kv) * context.activation_stride +
-                           (head * heads_per_kv + row % heads_per_kv) * dim;
+}
+
+// Divide the sums of a task by the totals of their weights, and store them from row `first` on.
+template <class Dot>
+static void store_attended(const AttentionTask& task, int64_t first,
+                           const AttentionScratch<Dot>& scratch) {
+  const int64_t dim = task.context.model.head_dim, heads_per_kv = task.heads_per_kv();
+  const int64_t sum_stride = AttentionScratch<Dot>::sum_stride(dim);
+  auto* attended = task.context.work.activation.as<typename Dot::X>();
+  for (int64_t row = 0; row < task.rows(); ++row) {
+    typename Dot::X* out =
+        attended + (first + row / heads_per_kv) * task.context.activation_stride +
+        (task.head * heads_per_kv + row % heads_per_kv) * dim;
     const F16 inverse = div(set1(1.0f), set1(reduce_add(load(scratch.totals + row * 16))));
     for_lanes(dim, [&](int64_t i, int lanes) {
       store_lanes<Dot>(out + i, mul(load(scratch.sums + row * sum_stride + i), inverse), lanes);
     });
   }
+}
+
+template <class Dot>
+class KeyRowAttention;  // attention_amx.inl
+
+// Attend for one task; writes rows of `activation` from `out_row` on.
+template <class Dot>
+static void attend_tile(const AttentionTask& task, int64_t out_row, char* memory) {
+  using Plan = typename MatrixPlan<Dot>::Type;
+  AttentionScratch<Dot> scratch;
+  scratch.place(memory, task.rows(), task.context.model.head_dim);
+  start_queries(task, scratch);
+  typename Plan::Registers registers;
+  bool by_key_rows = false;
+  if constexpr (Plan::kHasKeyRowAttention) {
+    by_key_rows = KeyRowAttention<Dot>::is_chosen(task);
+    if (by_key_rows) KeyRowAttention<Dot>(task, scratch, registers).attend();
+  }
+  if (!by_key_rows) attend_groups(task, scratch, registers);
+  store_attended(task, out_row, scratch);
 }

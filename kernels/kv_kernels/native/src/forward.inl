@@ -390,8 +390,8 @@ static void attend(KvnContext& context, int layer, const QueryTiles& queries, bo
   context.team->share_tasks<kOrder>(member, queries.count * kv_heads, [&](int64_t task) {
     const int64_t index = queries.count - 1 - task / kv_heads;
     const QueryTile& tile = queries.tiles[index];
-    attend_tile<Dot>(context, layer, task % kv_heads, tile, is_sampled ? index : tile.first_row,
-                     scratch);
+    attend_tile<Dot>({context, layer, task % kv_heads, tile},
+                     is_sampled ? index : tile.first_row, scratch);
   });
 }
 

@@ -17,6 +17,7 @@ static inline constexpr int choose_panels(int rows) { return rows <= 6 ? 4 : row
 #include "compact_products.inl"
 #include "products_amx.inl"
 #include "attention.inl"
+#include "attention_amx.inl"
 #include "forward.inl"
 #include "sampling.inl"
 }  // namespace amx

@@ -108,6 +108,7 @@ struct VectorPlan {
   bool are_rows_packed = false;
 
   static constexpr int64_t kKeyMultiple = 16;  // of the keys that attention multiplies at once
+  static constexpr bool kHasKeyRowAttention = false;
   static constexpr int64_t kRowsPerBlock = kBlockedRows;
   static constexpr int64_t kRowBlockBytes = ISA::kRowBlockBytes;
   // Rows of a pass at most.

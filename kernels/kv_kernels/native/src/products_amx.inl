@@ -47,13 +47,16 @@ class TileRegisters {
   }
   template <int T, int C>
   void configure(int count) {
-    const int shape = (T * 8 + C) * 64 + count;
+    // Where all tiles have 16 rows, they are the same for any T and C.
+    const int shape = count == T * kTileRows ? kWholeTiles : (T * 8 + C) * 64 + count;
     if (shape == shape_) return;
     configure_tiles<T, C>(count);
     shape_ = shape;
   }
+  void configure_whole_tiles() { configure<2, 2>(2 * kTileRows); }
 
  private:
+  static constexpr int kWholeTiles = 1;
   int shape_ = 0;
 };
 
@@ -204,7 +207,7 @@ static void multiply_row_tiles(const typename Dot::X* x, ptrdiff_t row_stride,
   constexpr int64_t kTileValues = kTileSteps * Dot::kStep;  // of one row or channel
   const int64_t tiles = steps / kTileSteps;
   const ptrdiff_t row_tile = kTileRows * row_stride;
-  registers.configure<2, 2>(2 * kTileRows);
+  registers.configure_whole_tiles();
   complete_stores(x);
   _tile_zero(0);
   _tile_zero(1);
@@ -249,7 +252,7 @@ static void multiply_compact_tiles(const typename Dot::X* x, ptrdiff_t row_strid
   if constexpr (T == 1) {
     registers.configure<1, 4>(count);
   } else {
-    registers.configure<2, 2>(2 * kTileRows);
+    registers.configure_whole_tiles();
   }
   complete_stores(x);
   _tile_zero(0);
@@ -297,6 +300,7 @@ struct TilePlan {
   int64_t rows_at_once;
   int panels_at_once;
   bool are_rows_tiled;
+  bool are_rows_padded = false;  // to a whole tile, whose other rows are ignored
 
   static constexpr int64_t kRowsPerBlock = 2 * kTileRows;
   static constexpr int64_t kPassRows = 4 * kTileRows;
@@ -307,10 +311,16 @@ struct TilePlan {
   static bool is_tiled(int64_t rows) { return rows > kTileRows; }
 
   static constexpr int64_t kKeyMultiple = 16 * Dot::kStep;
+  static constexpr bool kHasKeyRowAttention = Dot::kStep == 2;  // attention_amx.inl
   static TilePlan unpacked(int64_t rows) {
     return rows <= kTileRows ? TilePlan{rows, 4, false} : TilePlan{kRowsPerBlock, 2, false};
   }
   static TilePlan packed(int64_t rows) { return unpacked(rows); }
+  static TilePlan padded(int64_t rows) {
+    TilePlan plan = unpacked(rows);
+    plan.are_rows_padded = true;
+    return plan;
+  }
   static TilePlan tiled(int64_t rows) {
     return is_single_pass(rows) ? TilePlan{rows, 1, true} : TilePlan{kRowsPerBlock, 2, true};
   }
@@ -339,7 +349,8 @@ struct TilePlan {
     } else if (count <= kMaxVectorRows) {
       TileChooser<Dot, kMaxVectorRows>::single_pass(count)(x, stride, panels, steps, sums);
     } else {
-      multiply_in_tiles<Dot, 1, 4, false>(x, stride, panels, steps, count, sums, registers, {});
+      const int computed = are_rows_padded ? kTileRows : count;
+      multiply_in_tiles<Dot, 1, 4, false>(x, stride, panels, steps, computed, sums, registers, {});
     }
   }
 };

@@ -122,7 +122,8 @@ struct DotInt8 {
 };
 
 // Transpose a 16 x 16 matrix of 32-bit words; row i is at rows[i].
-static inline void transpose_words(const uint32_t* const rows[16], uint32_t* out) {
+static inline void transpose_words(const uint32_t* const rows[16], uint32_t* out,
+                                   ptrdiff_t stride = 16) {
   __m512i r[16], t[16];
   for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(rows[i]);
   for (int i = 0; i < 8; ++i) {
@@ -142,10 +143,10 @@ static inline void transpose_words(const uint32_t* const rows[16], uint32_t* out
     t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
   }
   for (int i = 0; i < 4; ++i) {
-    _mm512_storeu_si512(out + 16 * (i + 0), _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-    _mm512_storeu_si512(out + 16 * (i + 8), _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
-    _mm512_storeu_si512(out + 16 * (i + 4), _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
-    _mm512_storeu_si512(out + 16 * (i + 12), _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+    _mm512_storeu_si512(out + stride * (i + 0), _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+    _mm512_storeu_si512(out + stride * (i + 8), _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+    _mm512_storeu_si512(out + stride * (i + 4), _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
+    _mm512_storeu_si512(out + stride * (i + 12), _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
   }
 }
 

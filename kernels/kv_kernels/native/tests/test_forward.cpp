@@ -13,9 +13,16 @@
 
 namespace {
 
+constexpr int64_t kHidden = 38, kInner = 27, kVocab = 53;
+constexpr int64_t kBlocks = 40, kLayers = 2;
+
+struct AttentionShape {
+  int64_t heads, kv_heads, dim, block_size;
+};
 // Of many heads for each KV head, small ones, attention needs most memory beside the products.
-constexpr int64_t kHidden = 38, kInner = 27, kHeads = 46, kKvHeads = 2, kDim = 10, kVocab = 53;
-constexpr int64_t kBlockSize = 5, kBlocks = 40, kLayers = 2;
+constexpr AttentionShape kOddShape = {46, 2, 10, 5};
+// With AMX, few queries are multiplied by keys where they lie.
+constexpr AttentionShape kTileShape = {14, 2, 64, 16};
 
 // Each makes the library choose other kernels, if the CPU has their instructions.
 constexpr uint32_t kFeatureSets[] = {~0u, KVN_AVX512_ALL, KVN_AVX512_VNNI_ALL, KVN_AVX2};
@@ -25,17 +32,19 @@ int64_t count_panels(int64_t out, bool is_gated) { return (out + 15) / 16 * (is_
 // A model with random weights, and all memory that it points to.
 class TestModel {
  public:
-  TestModel(int32_t format, int32_t matrix_format, bool has_bias)
+  TestModel(int32_t format, int32_t matrix_format, bool has_bias,
+            const AttentionShape& shape = kOddShape)
       : random_(7), format_(format), matrix_format_(matrix_format), has_bias_(has_bias) {
+    const int64_t heads = shape.heads, kv_heads = shape.kv_heads, dim = shape.dim;
     layers_.resize(kLayers);
     for (int64_t i = 0; i < kLayers; ++i) {
       KvnLayer& layer = layers_[static_cast<size_t>(i)];
-      const int64_t channels = (kHeads + 2 * kKvHeads) * kDim;
+      const int64_t channels = (heads + 2 * kv_heads) * dim;
       layer.attention_norm = draw(kHidden);
-      layer.qk_norm = i % 2 ? draw((kHeads + kKvHeads) * kDim) : nullptr;
+      layer.qk_norm = i % 2 ? draw((heads + kv_heads) * dim) : nullptr;
       layer.mlp_norm = draw(kHidden);
       layer.qkv = pack(channels, kHidden, false);
-      layer.output = pack(kHidden, kHeads * kDim, false);
+      layer.output = pack(kHidden, heads * dim, false);
       layer.gate_up = pack(kInner, kHidden, true);
       layer.down = pack(kHidden, kInner, false);
       layer.window = i % 2 ? 0 : 70;
@@ -44,12 +53,12 @@ class TestModel {
     model.num_layers = kLayers;
     model.hidden = kHidden;
     model.intermediate = kInner;
-    model.heads = kHeads;
-    model.kv_heads = kKvHeads;
-    model.head_dim = kDim;
+    model.heads = heads;
+    model.kv_heads = kv_heads;
+    model.head_dim = dim;
     model.vocab = kVocab;
     model.norm_eps = 1e-5f;
-    model.frequencies = draw(kDim / 2);
+    model.frequencies = draw(dim / 2);
     model.final_norm = draw(kHidden);
     model.layers = layers_.data();
     model.embedding = draw_numbers(kVocab * kHidden);
@@ -139,10 +148,11 @@ struct Part {
 };
 
 std::vector<float> run_step(KvnContext* context, const std::vector<Part>& parts, bool by_halves) {
+  const int64_t block_size = context->cache.block_size;
   std::vector<int64_t> tokens, tables, sampled;
   std::vector<KvnSlice> slices;
   for (const Part& part : parts) {
-    const int64_t entries = (part.position + part.count + kBlockSize - 1) / kBlockSize;
+    const int64_t entries = (part.position + part.count + block_size - 1) / block_size;
     slices.push_back({static_cast<int64_t>(tokens.size()), part.count, part.position,
                       static_cast<int64_t>(tables.size()), entries});
     for (int64_t i = 0; i < entries; ++i) tables.push_back(part.sequence * 20 + 19 - i);
@@ -172,13 +182,19 @@ std::vector<float> run_step(KvnContext* context, const std::vector<Part>& parts,
   return logits;
 }
 
+// Memory for a cache of kBlocks blocks.
+std::vector<char> make_arena(const AttentionShape& shape, int64_t value_bytes,
+                             int64_t scale_bytes = 0) {
+  const int64_t row_bytes = shape.dim * value_bytes + scale_bytes;
+  return std::vector<char>(static_cast<size_t>(kBlocks * kLayers * 2 * shape.kv_heads *
+                                               shape.block_size * row_bytes));
+}
+
 void check_sequences(int32_t format, int32_t matrix_format, bool has_bias, bool has_int8_kv) {
   TestModel test(format, matrix_format, has_bias);
-  const int64_t row_bytes =
-      has_int8_kv ? kDim + 4 : kDim * (format == KVN_FLOAT32 ? 4 : 2);
-  std::vector<char> arena(
-      static_cast<size_t>(kBlocks * kLayers * 2 * kKvHeads * kBlockSize * row_bytes));
-  const KvnCache cache = {arena.data(), kBlocks, kBlockSize,
+  const int64_t value_bytes = has_int8_kv ? 1 : format == KVN_FLOAT32 ? 4 : 2;
+  std::vector<char> arena = make_arena(kOddShape, value_bytes, has_int8_kv ? 4 : 0);
+  const KvnCache cache = {arena.data(), kBlocks, kOddShape.block_size,
                           has_int8_kv ? static_cast<int32_t>(KVN_INT8) : format};
   std::vector<float> expected;
   for (const int threads : {1, 3}) {
@@ -195,6 +211,27 @@ void check_sequences(int32_t format, int32_t matrix_format, bool has_bias, bool 
     CHECK(std::vector<float>(last.begin(), last.begin() + kVocab) == expected);
     kvn_destroy(context);
   }
+}
+
+// Chunks of one to three tokens behind hundreds, with whole and partial panels of keys.
+void check_few_queries_behind_many_keys() {
+  TestModel test(KVN_BFLOAT16, KVN_BFLOAT16, false, kTileShape);
+  std::vector<char> arena = make_arena(kTileShape, 2);
+  const KvnCache cache = {arena.data(), kBlocks, kTileShape.block_size, KVN_BFLOAT16};
+  KvnContext* context = kvn_create(&test.model, 2);
+  kvn_bind_cache(context, &cache);
+  for (const int64_t length : {192, 193, 209, 224, 225, 256, 257, 300}) {
+    const std::vector<float> whole = run_step(context, {{0, 0, length}}, false);
+    std::memset(arena.data(), 0, arena.size());
+    run_step(context, {{0, 0, 180}}, false);
+    for (int64_t begin = 180; begin < length; begin += 1 + begin % 3) {
+      const int64_t left = length - begin;
+      const int64_t count = left < 1 + begin % 3 ? left : 1 + begin % 3;
+      const std::vector<float> found = run_step(context, {{0, begin, count}}, false);
+      if (count == left) CHECK(found == whole);
+    }
+  }
+  kvn_destroy(context);
 }
 
 void check_all_instruction_sets(int32_t format, int32_t matrix_format, bool has_bias) {
@@ -216,6 +253,13 @@ TEST(a_sequence_is_computed_in_bfloat16) {
 }
 TEST(a_sequence_is_computed_with_compact_weights) {
   check_all_instruction_sets(KVN_BFLOAT16, KVN_COMPACT_BFLOAT16, true);
+}
+TEST(few_queries_get_the_scores_of_a_prompt) {
+  for (const uint32_t features : kFeatureSets) {
+    kvn_limit_cpu_features(features);
+    if (kvn_cpu_features()) check_few_queries_behind_many_keys();
+  }
+  kvn_limit_cpu_features(~0u);
 }
 TEST(a_sequence_is_computed_in_int8) { check_all_instruction_sets(KVN_FLOAT32, KVN_INT8, true); }
 TEST(a_sequence_is_computed_in_int8_and_bfloat16) {
@@ -252,9 +296,8 @@ TEST(tokens_do_not_depend_on_threads_or_other_rows) {
 
 TEST(a_step_uses_its_part_of_shared_cores) {
   TestModel test(KVN_FLOAT32, KVN_FLOAT32, false);
-  std::vector<char> arena(
-      static_cast<size_t>(kBlocks * kLayers * 2 * kKvHeads * kBlockSize * kDim * 4));
-  const KvnCache cache = {arena.data(), kBlocks, kBlockSize, KVN_FLOAT32};
+  std::vector<char> arena = make_arena(kOddShape, 4);
+  const KvnCache cache = {arena.data(), kBlocks, kOddShape.block_size, KVN_FLOAT32};
   auto page = std::make_unique<kvn::SharingPage>();
   KvnContext* context = kvn_create(&test.model, 3);
   KvnContext* other = kvn_create(&test.model, 1);

@@ -1,0 +1,212 @@
+// Attention for up to 16 query rows by AMX, as decode steps have it. Included after attention.inl.
+//
+// Keys are the rows of tiles, so that they are multiplied where they lie in the cache; the queries
+// are packed instead. Products and their order are those of attend_groups: results are the same bit
+// for bit. What was stored can be loaded into a tile only after a while, so that the next group's
+// scores are computed between a group's weights and their product with the values. A core can fetch
+// only so many lines before it waits for the first of them, so that a later group is fetched a few
+// lines at a time, while something is computed.
+template <class Dot>
+class KeyRowAttention {
+ public:
+  KeyRowAttention(const AttentionTask& task, AttentionScratch<Dot>& scratch,
+                  TileRegisters& registers)
+      : task_(task), scratch_(scratch), registers_(registers) {
+    const KvnContext& context = task.context;
+    const int64_t page = context.cache.block_size * row_bytes_;
+    const int64_t kv_heads = context.model.kv_heads;
+    block_bytes_ = context.model.num_layers * 2 * kv_heads * page;
+    for (int is_value = 0; is_value < 2; ++is_value)
+      pages_[is_value] = static_cast<const char*>(context.cache.arena) +
+                         ((task.layer * 2 + is_value) * kv_heads + task.head) * page;
+  }
+
+  // Whether 16 keys are rows of whole tiles, at equal distances in the cache, and there are so many
+  // keys that this is faster than attend_groups.
+  static bool is_chosen(const AttentionTask& task) {
+    const KvnContext& context = task.context;
+    return task.rows() <= kTileRows && context.cache.format != KVN_INT8 &&
+           context.cache.block_size % kTileRows == 0 &&
+           context.model.head_dim % (kTileSteps * Dot::kStep) == 0 &&
+           task.end() - task.first_group() >= kMinKeys;
+  }
+
+  void attend() {
+    const int64_t begin = task_.first_group(), rows = task_.rows();
+    for (int64_t group = begin; group < begin + kGroupsAhead * kvn::kKeyGroup;
+         group += kvn::kKeyGroup) {
+      start_fetch(group);
+      while (fetch_lines()) {}
+    }
+    pack_queries();
+    score_keys(begin);
+    const auto plan = MatrixPlan<Dot>::Type::padded(rows);
+    for (int64_t group = begin; group < task_.end(); group += kvn::kKeyGroup) {
+      const int64_t num_keys = count_panels(group) * kTileRows;
+      start_fetch(group + kGroupsAhead * kvn::kKeyGroup);
+      pack_values(group);
+      turn_scores(group);
+      weigh_rows(task_, group, num_keys, 0, rows, scratch_, [&] {
+        for (int64_t part = 0; part < kTileRows; part += rows) fetch_lines();
+      });
+      if (group + kvn::kKeyGroup < task_.end()) score_keys(group + kvn::kKeyGroup);
+      add_values(plan, dim_, num_keys, 0, rows, scratch_, registers_);
+      while (fetch_lines()) {}
+    }
+    order_sums();
+  }
+
+ private:
+  static constexpr int64_t kPanels = kvn::kKeyGroup / kTileRows;  // of 16 keys each
+  static constexpr int64_t kGroupsAhead = 2;
+  static constexpr int64_t kMinKeys = 192;  // from a measurement
+  static constexpr int64_t kLinesAtOnce = 4;  // of those that a core can wait for
+
+  // Panels of a group with keys, an even number. The last one may have none.
+  int64_t count_panels(int64_t group) const {
+    const int64_t left = task_.end() - group;
+    return left < kvn::kKeyGroup ? kvn::round_up(left, 2 * kTileRows) / kTileRows : kPanels;
+  }
+
+  const char* find_row(int is_value, int64_t position) const {
+    const int64_t size = task_.context.cache.block_size;
+    return pages_[is_value] + task_.tile.table[position / size] * block_bytes_ +
+           position % size * row_bytes_;
+  }
+
+  // The 16 rows from `position` on. Where there are fewer, a copy that repeats the last one; where
+  // there are none, those of the panel before.
+  const char* find_panel(int is_value, int64_t position) {
+    const int64_t count = task_.end() - position;
+    if (count >= kTileRows) return find_row(is_value, position);
+    if (count <= 0) return find_panel(is_value, position - kTileRows);
+    char* copy = reinterpret_cast<char*>(scratch_.decoded) + is_value * kTileRows * row_bytes_;
+    for (int64_t row = 0; row < kTileRows; ++row)
+      __builtin_memcpy(copy + row * row_bytes_,
+                       find_row(is_value, position + (row < count ? row : count - 1)),
+                       static_cast<size_t>(row_bytes_));
+    return copy;
+  }
+
+  // Start to fetch a group into the L2 cache.
+  void start_fetch(int64_t group) {
+    num_fetches_ = next_fetch_ = 0;
+    line_ = end_of_lines_ = nullptr;
+    for (int is_value = 0; is_value < 2; ++is_value)
+      for (int64_t panel = 0; panel < kPanels; ++panel)
+        if (group + panel * kTileRows < task_.end())
+          fetches_[num_fetches_++] = find_row(is_value, group + panel * kTileRows);
+  }
+
+  // Fetch the next lines. Returns false if there are none.
+  bool fetch_lines() {
+    if (line_ == end_of_lines_) {
+      if (next_fetch_ == num_fetches_) return false;
+      line_ = fetches_[next_fetch_++];
+      end_of_lines_ = line_ + kTileRows * row_bytes_;
+    }
+    for (int64_t line = 0; line < kLinesAtOnce; ++line)
+      _mm_prefetch(line_ + line * 64, _MM_HINT_T1);
+    line_ += kLinesAtOnce * 64;
+    return true;
+  }
+
+  void pack_queries() {
+    const int64_t words = dim_ / Dot::kStep;
+    const auto* query = reinterpret_cast<const uint32_t*>(scratch_.query);
+    for (int64_t word = 0; word < words; word += kTileSteps) {
+      const uint32_t* rows[kTileRows];
+      for (int64_t row = 0; row < kTileRows; ++row) rows[row] = query + row * words + word;
+      transpose_words(rows, reinterpret_cast<uint32_t*>(scratch_.columns) + word * 16);
+    }
+  }
+
+  // Scores [key][row] of a group.
+  void score_keys(int64_t group) {
+    const char* panels[kPanels];
+    const int64_t count = count_panels(group);
+    for (int64_t panel = 0; panel < kPanels; ++panel)
+      panels[panel] = find_panel(0, group + (panel < count ? panel : 0) * kTileRows);
+    registers_.configure_whole_tiles();
+    complete_stores(scratch_.columns);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t at = 0; at < row_bytes_; at += 64) {
+      _tile_loadd(4, scratch_.columns + at * kTileSteps / 2, 64);
+      _tile_loadd(5, panels[0] + at, row_bytes_);
+      _tile_dpbf16ps(0, 5, 4);
+      _tile_loadd(6, panels[1] + at, row_bytes_);
+      _tile_dpbf16ps(1, 6, 4);
+      fetch_lines();
+      _tile_loadd(7, panels[2] + at, row_bytes_);
+      _tile_dpbf16ps(2, 7, 4);
+      _tile_loadd(5, panels[3] + at, row_bytes_);
+      _tile_dpbf16ps(3, 5, 4);
+      fetch_lines();
+    }
+    _tile_stored(0, scratch_.key_scores, 64);
+    _tile_stored(1, scratch_.key_scores + 256, 64);
+    _tile_stored(2, scratch_.key_scores + 512, 64);
+    _tile_stored(3, scratch_.key_scores + 768, 64);
+    complete_stores(scratch_.key_scores);
+  }
+
+  // The scores as weigh_rows reads them, [row][key].
+  void turn_scores(int64_t group) {
+    for (int64_t panel = 0; panel < count_panels(group); ++panel) {
+      const uint32_t* keys[kTileRows];
+      for (int64_t key = 0; key < kTileRows; ++key)
+        keys[key] = reinterpret_cast<const uint32_t*>(scratch_.key_scores) +
+                    (panel * kTileRows + key) * 16;
+      transpose_words(keys, reinterpret_cast<uint32_t*>(scratch_.scores) + panel * kTileRows,
+                      kvn::kKeyGroup);
+      fetch_lines();
+      fetch_lines();
+    }
+  }
+
+  // Pack values as the weights of a product. Of each 32 dimensions, the first panel has 0 to 3, 8
+  // to 11 and so on, and the second one the others: two instructions interleave two keys.
+  void pack_values(int64_t group) {
+    uint16_t* out = scratch_.values;
+    for (int64_t panel = 0; panel < count_panels(group); ++panel) {
+      const char* keys = find_panel(1, group + panel * kTileRows);
+      for (int64_t key = 0; key < kTileRows; key += 2, keys += 2 * row_bytes_, out += 32) {
+        for (int64_t i = 0; i < dim_; i += 32) {
+          const __m512i a = _mm512_loadu_si512(keys + i * 2);
+          const __m512i b = _mm512_loadu_si512(keys + row_bytes_ + i * 2);
+          uint16_t* at = out + i * kvn::kKeyGroup;
+          _mm512_store_si512(at, _mm512_unpacklo_epi16(a, b));
+          _mm512_store_si512(at + 16 * kvn::kKeyGroup, _mm512_unpackhi_epi16(a, b));
+        }
+        fetch_lines();
+      }
+    }
+  }
+
+  // Bring the sums of pack_values' panels into the order of their dimensions.
+  void order_sums() {
+    const int64_t stride = AttentionScratch<Dot>::sum_stride(dim_);
+    for (int64_t row = 0; row < task_.rows(); ++row)
+      for (int64_t i = 0; i < dim_; i += 32) {
+        float* sums = scratch_.sums + row * stride + i;
+        float panels[2][16];
+        __builtin_memcpy(panels, sums, sizeof panels);
+        for (int four = 0; four < 8; ++four)
+          __builtin_memcpy(sums + four * 4, panels[four % 2] + four / 2 * 4, 16);
+      }
+  }
+
+  const AttentionTask& task_;
+  AttentionScratch<Dot>& scratch_;
+  TileRegisters& registers_;
+  const int64_t dim_ = task_.context.model.head_dim;
+  const int64_t row_bytes_ = count_row_bytes<Dot>(task_.context);
+  int64_t block_bytes_ = 0;
+  const char* pages_[2] = {};  // K and V of this layer and head in block 0
+  const char* fetches_[2 * kPanels];
+  const char *line_ = nullptr, *end_of_lines_ = nullptr;
+  int64_t num_fetches_ = 0, next_fetch_ = 0;
+};
