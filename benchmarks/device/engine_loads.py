@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from baton.shared_memory.memory_map import HUGE_PAGE
 from baton.types import BlockIndex, SamplingParams
 from benchmarks.device.activities import DeviceActivity, StepProfile
 from benchmarks.device.section_run import MeasuredModel
@@ -32,6 +33,16 @@ class EngineSizes:
     cache_bytes: int = 8 << 30  # far beyond the caches of the device; contexts share blocks
 
 
+def _allocate_arena(num_bytes: int, device: str) -> mmap.mmap:
+    """Memory for a cache. For CPUs it is in huge pages that are allocated, as that of a node is."""
+    arena = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE)
+    if device == "cpu":
+        arena.madvise(mmap.MADV_HUGEPAGE)
+        for offset in range(0, num_bytes, HUGE_PAGE):
+            arena[offset] = 0
+    return arena
+
+
 class LoadedEngine:
     """An engine with a bound cache that is warmed up."""
 
@@ -48,7 +59,7 @@ class LoadedEngine:
         layout = self.engine.layout
         self.num_blocks = max(2, sizes.cache_bytes // layout.block_bytes)
         self._next_sequence = 0
-        arena = mmap.mmap(-1, self.num_blocks * layout.block_bytes)
+        arena = _allocate_arena(self.num_blocks * layout.block_bytes, device)
         self.engine.bind_cache(memoryview(arena), self.num_blocks)
         self.engine.warm_up(sizes.max_batched_tokens)
 

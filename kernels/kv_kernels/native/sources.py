@@ -24,13 +24,11 @@ COMPILE_FLAGS = (
     "-fno-rtti",
     "-pthread",
     "-Wall",
-    "-Wno-maybe-uninitialized",  # GCC 12 warns of its own header of AVX-512
-    "-Wno-uninitialized",
-    "-Wno-unknown-warning-option",  # Clang does not know the first of them
     "-Wextra",
     # GCC 12 warns of its own header: https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105593
-    "-Wno-unknown-warning-option",
+    "-Wno-uninitialized",
     "-Wno-maybe-uninitialized",
+    "-Wno-unknown-warning-option",  # Clang does not know the one before
 )
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
 _AVX512_VNNI_FLAGS = (

@@ -366,8 +366,10 @@ static void store_attended(const AttentionTask& task, int64_t first,
   }
 }
 
+namespace {
 template <class Dot>
 class KeyRowAttention;  // attention_amx.inl
+}
 
 // Attend for one task; writes rows of `activation` from `out_row` on.
 template <class Dot>

@@ -6,6 +6,8 @@
 // scores are computed between a group's weights and their product with the values. A core can fetch
 // only so many lines before it waits for the first of them, so that a later group is fetched a few
 // lines at a time, while something is computed.
+namespace {  // so that its functions are of this file alone
+
 template <class Dot>
 class KeyRowAttention {
  public:
@@ -210,3 +212,5 @@ class KeyRowAttention {
   const char *line_ = nullptr, *end_of_lines_ = nullptr;
   int64_t num_fetches_ = 0, next_fetch_ = 0;
 };
+
+}  // namespace

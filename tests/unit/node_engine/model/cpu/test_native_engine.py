@@ -1,6 +1,7 @@
 """The native engine beside the torch engine, and what it promises on its own."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.unit.node_engine.model.cpu.native_engines import (
     CONFIGS,
     NUM_BLOCKS,
     TABLES,
+    BoundEngine,
     find_largest_difference,
     list_blocks,
     load_engine,
@@ -116,24 +118,42 @@ def test_later_keys_may_have_much_larger_scores(features: CpuFeature) -> None:
     assert find_largest_difference(found, expected) < 1e-3
 
 
+def score_in_chunks(
+    bound: BoundEngine, prompt: list[int], length: int, begin: int = 0
+) -> list[TokenLogprobs]:
+    """The scores of a prompt's tokens, of which those from `begin` on are in chunks of `length`."""
+    found: list[TokenLogprobs] = []
+    bounds = [0, *range(begin or length, len(prompt), length), len(prompt)]
+    for first, end in pairwise(bounds):
+        chunk = prompt[first:end]
+        slice_ = make_slice(0, chunk, first, scores=PromptLogprobsSpec(tuple(chunk), 0))
+        (result,) = bound.run(replace(slice_, block_table=list_blocks(0, NUM_BLOCKS)))
+        found += result.prompt_logprobs
+    return found
+
+
 @pytest.mark.parametrize("features", FEATURE_PARAMS)
 def test_scores_do_not_depend_on_how_many_keys_a_chunk_has(features: CpuFeature) -> None:
     """Another order of a sum shows in one rounded number of 100,000, so there are 10 million."""
     config = replace(CONFIG, num_heads=32, num_kv_heads=32, head_dim=64)
     bound = make_native(config, "bfloat16", features=features)
-
-    def score_in_chunks(prompt: list[int], length: int) -> list[TokenLogprobs]:
-        found: list[TokenLogprobs] = []
-        for begin in range(0, len(prompt), length):
-            chunk = prompt[begin : begin + length]
-            scores = PromptLogprobsSpec(tuple(chunk), 0)
-            (result,) = bound.run(make_slice(0, chunk, begin, scores=scores))
-            found += result.prompt_logprobs
-        return found
-
     for seed in range(24):
-        prompt = make_prompt(len(TABLES[0]) * BLOCK_SIZE, seed)
-        assert score_in_chunks(prompt, BLOCK_SIZE) == score_in_chunks(prompt, len(prompt))
+        prompt = make_prompt(192, seed)
+        whole = score_in_chunks(bound, prompt, len(prompt))
+        assert score_in_chunks(bound, prompt, BLOCK_SIZE) == whole
+
+
+@pytest.mark.parametrize("windows", [(None, None), (20, 250)], ids=["all keys", "windows"])
+@pytest.mark.parametrize("features", FEATURE_PARAMS)
+def test_few_queries_behind_many_keys_have_the_scores_of_a_prompt(
+    features: CpuFeature, windows: tuple[int | None, ...]
+) -> None:
+    config = replace(CONFIG, num_heads=14, head_dim=64, windows=windows)
+    bound = make_native(config, "bfloat16", features=features)
+    for length in (1, 2):
+        prompt = make_prompt(310, length)
+        whole = score_in_chunks(bound, prompt, len(prompt))
+        assert score_in_chunks(bound, prompt, length, begin=180) == whole
 
 
 def test_layers_are_reported_when_their_kv_is_there() -> None:
