@@ -64,14 +64,18 @@ def build_library(
         kept.mkdir(parents=True, exist_ok=True)
         job = _Build(compiler, folder, kept, build_id, _build_environment(environ, Path(scratch)))
         job.link(job.compile_all(), library)
-    return BuildResult(library, compiler.version, rebuilt=True, warnings="\n".join(job.warnings))
+    warnings = "\n".join(filter(None, job.warnings))
+    return BuildResult(library, compiler.version, rebuilt=True, warnings=warnings)
+
+
+def find_kept_objects() -> Path | None:
+    """Where a checkout keeps what is compiled, so that a change compiles one file again."""
+    root = sources.FOLDER.parents[2]
+    return root / "build/native-objects" if (root / "pyproject.toml").is_file() else None
 
 
 def build_incrementally(library: Path) -> BuildResult:
-    """Build, and in a checkout keep what is compiled, so that a change compiles one file again."""
-    root = sources.FOLDER.parents[2]
-    in_checkout = (root / "pyproject.toml").is_file()
-    return build_library(library, objects=root / "build/native-objects" if in_checkout else None)
+    return build_library(library, objects=find_kept_objects())
 
 
 def is_built_from(library: Path, build_id: str) -> bool:
@@ -117,7 +121,8 @@ class _Build:
         try:
             inputs = [*map(str, objects), *self.compiler.libraries]
             exports = f"-Wl,--version-script={self.folder / sources.EXPORTS}"
-            self._run([*sources.LINK_FLAGS, exports, *inputs, "-o", str(new)], library.name)
+            flags = [*sources.LINK_FLAGS, exports]
+            self.warnings.append(self._run([*flags, *inputs, "-o", str(new)], library.name))
             new.replace(library)
         except OSError as error:
             raise BuildError(f"{library} cannot be written: {error.strerror}") from error
@@ -130,12 +135,16 @@ class _Build:
         if source.name == _BUILD_INFO:
             flags.append(f'-DKVN_BUILD_ID="{self.build_id}"')
         target = self.objects / f"{source.stem}.{self._hash_inputs(source, flags)}.o"
+        warnings = target.with_suffix(".warnings")
         if not target.exists():
-            for old in self.objects.glob(f"{source.stem}.*.o"):
-                old.unlink(missing_ok=True)
+            for suffix in (".o", ".warnings"):
+                for old in self.objects.glob(f"{source.stem}.*{suffix}"):
+                    old.unlink(missing_ok=True)
             new = target.with_suffix(f".{os.getpid()}")
-            self._run([*flags, "-c", str(source), "-o", str(new)], source.name)
+            warnings.write_text(self._run([*flags, "-c", str(source), "-o", str(new)], source.name))
             new.replace(target)
+        with suppress(FileNotFoundError):  # compiled before warnings were kept
+            self.warnings.append(warnings.read_text())
         return target
 
     def _hash_inputs(self, source: Path, flags: Sequence[str]) -> str:
@@ -144,9 +153,8 @@ class _Build:
             digest.update(path.read_bytes())
         return digest.hexdigest()[:16]
 
-    def _run(self, arguments: Sequence[str], what: str) -> None:
-        if output := run_compiler(self.compiler, arguments, what, self.environ):
-            self.warnings.append(output)
+    def _run(self, arguments: Sequence[str], what: str) -> str:
+        return run_compiler(self.compiler, arguments, what, self.environ)
 
 
 def run_compiler(

@@ -2,6 +2,7 @@
 installs all the same, and says why."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,8 +12,9 @@ import pytest
 from setuptools import build_meta
 
 from kv_kernels.native import sources
+from kv_kernels.native.build import find_kept_objects
 from kv_kernels.native.native_library import NativeLibrary, open_library
-from tests.integration.deployment.source_tree import copy_source_tree
+from tests.integration.deployment.source_tree import ROOT, copy_source_tree
 from tests.unit.kv_kernels.native_sources import require_compiler, write_fake_compiler
 from tools.build_backend import baton_build
 
@@ -23,6 +25,10 @@ NATIVE = "kv_kernels/native"
 def build_wheel(tmp_path: Path, **environ: str) -> tuple[Path, str]:
     """The wheel of the checkout, unpacked, and its file name."""
     tree = copy_source_tree(tmp_path / "tree")
+    compiled = find_kept_objects()
+    assert compiled is not None
+    if compiled.exists():  # to compile everything again takes a minute
+        shutil.copytree(compiled, tree / compiled.relative_to(ROOT))
     program = (
         "import sys; sys.path[:0] = ['tools/build_backend', 'kernels'];"
         "import baton_build; print(baton_build.build_wheel(sys.argv[1]))"
