@@ -39,6 +39,8 @@ MAX_KEPT_BYTES = 16 << 20  # of the verdicts that are kept
 _CONCURRENT_QUICK_JOBS = 2  # beside one slow job
 _START_TIMEOUT_SECONDS = 60.0  # for the worker to import and read the tokenizer
 _REPLY_GRACE_SECONDS = 30.0  # after which a worker that does not reply is killed: it may be starved
+_WORKERS_PER_JOB = 2  # that are tried: a worker forks for each job, and seldom ends by one
+_END_SECONDS = 5.0  # for a worker that has closed its output to end
 _RETRY_SECONDS = 1.0  # after which a client may try again
 _PARAM = "structured_output"
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
@@ -173,19 +175,26 @@ class GrammarChecker:
         return verdict
 
     async def _run_on_worker(self, job: CompileJob) -> Verdict:
+        for attempt in range(1, _WORKERS_PER_JOB + 1):
+            worker = self._find_worker()
+            try:
+                return await worker.run_job(job, job.timeout_seconds + _REPLY_GRACE_SECONDS)
+            except (TimeoutError, OSError, EOFError) as error:
+                await worker.close()
+                fields = log.get_error_fields(error)
+                _log.error("grammar worker failed", attempt=attempt, code=worker.code, **fields)
+                if isinstance(error, TimeoutError):
+                    break
+        raise ServiceUnavailable(
+            "the process that compiles grammars has failed: try again",
+            retry_after=_RETRY_SECONDS,
+        )
+
+    def _find_worker(self) -> "_WorkerClient":
         assert self._tokenizer_file is not None
         if self._worker is None or self._worker.is_closed:
             self._worker = _WorkerClient(self._tokenizer_file)
-        worker = self._worker
-        try:
-            return await worker.run_job(job, job.timeout_seconds + _REPLY_GRACE_SECONDS)
-        except (TimeoutError, OSError, EOFError) as error:
-            await worker.close()
-            _log.error("grammar worker failed", **log.get_error_fields(error))
-            raise ServiceUnavailable(
-                "the process that compiles grammars has failed: try again",
-                retry_after=_RETRY_SECONDS,
-            ) from None
+        return self._worker
 
 
 def _check_room(count: int, limit: int) -> None:
@@ -229,6 +238,7 @@ class _WorkerClient:
 
     def __init__(self, tokenizer_file: Path) -> None:
         self.is_closed = False
+        self.code: int | None = None  # that the process ended with
         self._tokenizer_file = tokenizer_file
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.create_task(self._start())
@@ -285,6 +295,7 @@ class _WorkerClient:
     async def _read_replies(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         buffer = bytearray()
+        seconds = 0.0  # that the process has to end by itself
         try:
             while data := await process.stdout.read(1 << 16):
                 buffer += data
@@ -293,12 +304,20 @@ class _WorkerClient:
                     reply = self._replies.get(verdict.id)
                     if reply is not None and not reply.done():
                         reply.set_result(verdict)
+            seconds = _END_SECONDS
         finally:
             self.is_closed = True
+            self.code = await _end_process(process, seconds)
             for reply in self._replies.values():
                 if not reply.done():
                     reply.set_exception(EOFError("the process has ended"))
-            with suppress(ProcessLookupError):  # it lives on if this task was cancelled
-                process.kill()
-            await process.wait()
-            _log.debug("grammar worker ended", code=process.returncode)
+
+
+async def _end_process(process: asyncio.subprocess.Process, seconds: float) -> int:
+    """Wait until a process ends, and kill it after `seconds`. Returns its exit code."""
+    try:
+        return await asyncio.wait_for(process.wait(), seconds)
+    except (TimeoutError, asyncio.CancelledError):
+        with suppress(ProcessLookupError):
+            process.kill()
+        return await process.wait()

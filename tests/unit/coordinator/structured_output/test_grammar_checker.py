@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
 
 from baton.errors import BatonError, InvalidRequest, Overloaded, ServiceUnavailable
 from baton.structured_output.grammar_compiler import load_grammar_tokenizer
@@ -288,13 +290,27 @@ async def test_a_worker_that_is_killed_is_started_again(tokenizer_file: Path) ->
         await checker.check_grammar(StructuredOutput(REGEX, "a"))
         (worker,) = list_children() - known
         os.kill(worker, signal.SIGKILL)
-        answers: list[StructuredOutput | BatonError] = []
-        for text in "bc":  # the first may find out that the worker is gone
-            try:
-                answers.append(await checker.check_grammar(StructuredOutput(REGEX, text)))
-            except ServiceUnavailable as error:
-                answers.append(error)
-        assert isinstance(answers[-1], StructuredOutput)
+        asked = [StructuredOutput(REGEX, text) for text in "bc"]
+        assert await asyncio.gather(*map(checker.check_grammar, asked)) == asked
+        assert len(list_children() - known) == 1
+
+
+async def test_workers_that_end_at_once_are_tried_twice(
+    tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, starts = tmp_path / "python", tmp_path / "starts"
+    program.write_text(f"#!/bin/sh\necho start >> {starts}\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with capture_logs() as logs:
+        async with open_checker(tokenizer_file) as checker:
+            with pytest.raises(ServiceUnavailable, match="has failed: try again"):
+                await checker.check_grammar(StructuredOutput(REGEX, "a"))
+    assert starts.read_text() == "start\n" * 2
+    failures = [
+        (entry["attempt"], entry["code"]) for entry in logs if entry["log_level"] == "error"
+    ]
+    assert failures == [(1, 3), (2, 3)]
 
 
 @pytest.mark.parametrize("text", ["{", '{"model":{"type":"Nothing"}}'])
