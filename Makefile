@@ -101,7 +101,7 @@ batch-kills: develop
 	$(BIN)/python -m pytest -q tests/soak/test_batch_kills.py --batch-kills=20 --timeout=900 -s
 
 soak: develop native-sanitize
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/unit tests/contract --hypothesis-profile=random
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/unit tests/contract tests/parity --hypothesis-profile=random --every-fault
 	$(BIN)/python -m pytest -q tests/soak --soak-seconds=1800 --storm-seconds=60 --kills=20 --fuzz-cases=5000 --pool-operations=100000 --batch-kills=20 --every-fault --timeout=2400
 
 clean:

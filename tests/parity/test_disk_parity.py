@@ -28,7 +28,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[StablePr
     return folder, find_stable_prompts(folder, [length for length, _ in CASES], OUTPUT_TOKENS)
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "shm",
+        pytest.param("zmq", marks=pytest.mark.thorough),
+        pytest.param("grpc", marks=pytest.mark.thorough),
+    ],
+)
 async def test_tokens_equal_transformers_with_disk_hits(
     tmp_path: Path, model: tuple[Path, list[StablePrompt]], transport: str
 ) -> None:

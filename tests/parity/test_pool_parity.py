@@ -48,7 +48,9 @@ def asked(model: Path) -> dict[int, StablePrompt]:
     return {length: find_stable_prompts(loaded, [length], OUTPUT_TOKENS)[0] for length in LENGTHS}
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
+@pytest.mark.parametrize(
+    "transport", ["shm", "grpc", pytest.param("zmq", marks=pytest.mark.thorough)]
+)
 async def test_tokens_equal_transformers_with_pool_hits(
     tmp_path: Path, model: Path, asked: dict[int, StablePrompt], transport: str
 ) -> None:

@@ -28,7 +28,14 @@ def mean(runs: Sequence[PlannedCluster]) -> float:
     return sum(run.attainment for run in runs) / len(runs)
 
 
-@pytest.mark.parametrize(("phase", "swings", "most"), [(20, 12, 2), (40, 9, 4), (60, 7, 6)])
+@pytest.mark.parametrize(
+    ("phase", "swings", "most"),
+    [
+        (20, 12, 2),
+        pytest.param(40, 9, 4, marks=pytest.mark.thorough),
+        pytest.param(60, 7, 6, marks=pytest.mark.thorough),
+    ],
+)
 def test_swinging_load_is_no_worse_than_fixed_ratio(phase: float, swings: int, most: float) -> None:
     """Beyond the few requests that learning costs, from the split that serves the whole best.
     Each load lasts `phase` seconds."""
