@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from baton.shared_memory.memory_map import HUGE_PAGE
+from baton.shared_memory.memory_map import (
+    HUGE_PAGE,
+    map_private_memory,
+    release_addresses,
+    reserve_addresses,
+    view_memory,
+)
 from baton.types import BlockIndex, SamplingParams
 from benchmarks.device.activities import DeviceActivity, StepProfile
 from benchmarks.device.section_run import MeasuredModel
@@ -33,14 +39,13 @@ class EngineSizes:
     cache_bytes: int = 8 << 30  # far beyond the caches of the device; contexts share blocks
 
 
-def _allocate_arena(num_bytes: int, device: str) -> mmap.mmap:
-    """Memory for a cache. For CPUs it is in huge pages that are allocated, as that of a node is."""
-    arena = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE)
-    if device == "cpu":
-        arena.madvise(mmap.MADV_HUGEPAGE)
-        for offset in range(0, num_bytes, HUGE_PAGE):
-            arena[offset] = 0
-    return arena
+def _allocate_arena(num_bytes: int, device: str) -> memoryview:
+    """Memory for a cache. For CPUs it is allocated, in huge pages if possible, as a node's is."""
+    if device != "cpu":
+        return memoryview(mmap.mmap(-1, num_bytes))
+    address, start, reserved = reserve_addresses(num_bytes, HUGE_PAGE)
+    map_private_memory(address, num_bytes)
+    return view_memory(address, num_bytes, lambda: release_addresses(start, reserved))
 
 
 class LoadedEngine:
@@ -60,7 +65,7 @@ class LoadedEngine:
         self.num_blocks = max(2, sizes.cache_bytes // layout.block_bytes)
         self._next_sequence = 0
         arena = _allocate_arena(self.num_blocks * layout.block_bytes, device)
-        self.engine.bind_cache(memoryview(arena), self.num_blocks)
+        self.engine.bind_cache(arena, self.num_blocks)
         self.engine.warm_up(sizes.max_batched_tokens)
 
     def make_tables(self, sequences: int, tokens: int) -> list[list[BlockIndex]]:

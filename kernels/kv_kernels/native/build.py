@@ -4,13 +4,14 @@ Needs only the standard library, because installations build before any dependen
 """
 
 import argparse
+import fcntl
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -61,9 +62,13 @@ def build_library(
         return BuildResult(library, compiler.version, rebuilt=False)
     with tempfile.TemporaryDirectory(prefix="kv-native-") as scratch:
         kept = objects or Path(scratch, "objects")
-        kept.mkdir(parents=True, exist_ok=True)
         job = _Build(compiler, folder, kept, build_id, _build_environment(environ, Path(scratch)))
-        job.link(job.compile_all(), library)
+        try:
+            kept.mkdir(parents=True, exist_ok=True)
+            with lock_folder(kept):
+                job.link(job.compile_all(), library)
+        except OSError as error:
+            raise BuildError(f"{kept} cannot be written: {error.strerror}") from error
     warnings = "\n".join(filter(None, job.warnings))
     return BuildResult(library, compiler.version, rebuilt=True, warnings=warnings)
 
@@ -76,6 +81,14 @@ def find_kept_objects() -> Path | None:
 
 def build_incrementally(library: Path) -> BuildResult:
     return build_library(library, objects=find_kept_objects())
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Wait until no other build uses the files in `folder`. Raises OSError."""
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def is_built_from(library: Path, build_id: str) -> bool:
@@ -136,15 +149,14 @@ class _Build:
             flags.append(f'-DKVN_BUILD_ID="{self.build_id}"')
         target = self.objects / f"{source.stem}.{self._hash_inputs(source, flags)}.o"
         warnings = target.with_suffix(".warnings")
-        if not target.exists():
-            for suffix in (".o", ".warnings"):
-                for old in self.objects.glob(f"{source.stem}.*{suffix}"):
-                    old.unlink(missing_ok=True)
-            new = target.with_suffix(f".{os.getpid()}")
+        if not (target.exists() and warnings.exists()):
+            new = target.with_suffix(".new")
             warnings.write_text(self._run([*flags, "-c", str(source), "-o", str(new)], source.name))
             new.replace(target)
-        with suppress(FileNotFoundError):  # compiled before warnings were kept
-            self.warnings.append(warnings.read_text())
+        for other in self.objects.glob(f"{source.stem}.*"):
+            if other not in (target, warnings):
+                other.unlink()
+        self.warnings.append(warnings.read_text())
         return target
 
     def _hash_inputs(self, source: Path, flags: Sequence[str]) -> str:

@@ -19,9 +19,9 @@ struct AttentionScratch {
   float* maxima;              // [rows]
   float* totals;              // [rows][16], of the weights, by their place in a vector
   float* decays;              // [rows], of earlier sums in this group
-  typename Dot::W* decoded;   // [kKeyGroup][sum_stride], of a cache in int8
-  typename Dot::W* columns;   // [query steps][16 rows][kStep], the queries as a panel of weights
-  float* key_scores;          // [kKeyGroup][16 rows]
+  typename Dot::W* decoded;   // [kKeyGroup][sum_stride], of a cache in int8, or copied rows
+  typename Dot::W* packed_queries;  // [query steps][16 rows][kStep], as a panel of weights
+  float* key_scores;                // [kKeyGroup][16 rows]
 
   static int64_t query_stride(int64_t head_dim) { return kvn::round_up(head_dim, 16 * Dot::kStep); }
   static int64_t sum_stride(int64_t head_dim) { return kvn::round_up(head_dim, 16); }
@@ -49,7 +49,7 @@ struct AttentionScratch {
     decays = reinterpret_cast<float*>(take(rows * 4));
     decoded = reinterpret_cast<W*>(take(kvn::kKeyGroup * sum_stride(head_dim) * size));
     if (!MatrixPlan<Dot>::Type::kHasKeyRowAttention) return used;
-    columns = reinterpret_cast<W*>(take(kTileRows * stride * size));
+    packed_queries = reinterpret_cast<W*>(take(kTileRows * stride * size));
     key_scores = reinterpret_cast<float*>(take(kTileRows * kvn::kKeyGroup * 4));
     return used;
   }

@@ -1,11 +1,11 @@
 // Attention for up to 16 query rows by AMX, as decode steps have it. Included after attention.inl.
 //
 // Keys are the rows of tiles, so that they are multiplied where they lie in the cache; the queries
-// are packed instead. Products and their order are those of attend_groups: results are the same bit
-// for bit. What was stored can be loaded into a tile only after a while, so that the next group's
-// scores are computed between a group's weights and their product with the values. A core can fetch
-// only so many lines before it waits for the first of them, so that a later group is fetched a few
-// lines at a time, while something is computed.
+// are packed instead. Products and their order are those of attend_groups: finite results are the
+// same bit for bit. What was stored can be loaded into a tile only after a while, so that the next
+// group's scores are computed between a group's weights and their product with the values. A core
+// can fetch only so many lines before it waits for the first of them, so that a later group is
+// fetched a few lines at a time, while something is computed.
 namespace {  // so that its functions are of this file alone
 
 template <class Dot>
@@ -37,35 +37,34 @@ class KeyRowAttention {
     const int64_t begin = task_.first_group(), rows = task_.rows();
     for (int64_t group = begin; group < begin + kGroupsAhead * kvn::kKeyGroup;
          group += kvn::kKeyGroup) {
-      start_fetch(group);
-      while (fetch_lines()) {}
+      start_prefetch(group);
+      while (prefetch_lines()) {}
     }
     pack_queries();
     score_keys(begin);
     const auto plan = MatrixPlan<Dot>::Type::padded(rows);
     for (int64_t group = begin; group < task_.end(); group += kvn::kKeyGroup) {
-      const int64_t num_keys = count_panels(group) * kTileRows;
-      start_fetch(group + kGroupsAhead * kvn::kKeyGroup);
+      const int64_t num_keys = count_key_panels(group) * kTileRows;
+      start_prefetch(group + kGroupsAhead * kvn::kKeyGroup);
       pack_values(group);
-      turn_scores(group);
+      transpose_scores(group);
       weigh_rows(task_, group, num_keys, 0, rows, scratch_, [&] {
-        for (int64_t part = 0; part < kTileRows; part += rows) fetch_lines();
+        for (int64_t part = 0; part < kTileRows; part += rows) prefetch_lines();
       });
       if (group + kvn::kKeyGroup < task_.end()) score_keys(group + kvn::kKeyGroup);
       add_values(plan, dim_, num_keys, 0, rows, scratch_, registers_);
-      while (fetch_lines()) {}
+      while (prefetch_lines()) {}
     }
-    order_sums();
+    restore_dimensions();
   }
 
  private:
   static constexpr int64_t kPanels = kvn::kKeyGroup / kTileRows;  // of 16 keys each
   static constexpr int64_t kGroupsAhead = 2;
-  static constexpr int64_t kMinKeys = 192;  // from a measurement
-  static constexpr int64_t kLinesAtOnce = 4;  // of those that a core can wait for
+  static constexpr int64_t kMinKeys = 192;  // with fewer, attend_groups is as fast
 
   // Panels of a group with keys, an even number. The last one may have none.
-  int64_t count_panels(int64_t group) const {
+  int64_t count_key_panels(int64_t group) const {
     const int64_t left = task_.end() - group;
     return left < kvn::kKeyGroup ? kvn::round_up(left, 2 * kTileRows) / kTileRows : kPanels;
   }
@@ -90,26 +89,25 @@ class KeyRowAttention {
     return copy;
   }
 
-  // Start to fetch a group into the L2 cache.
-  void start_fetch(int64_t group) {
-    num_fetches_ = next_fetch_ = 0;
+  // Choose the group that prefetch_lines fetches.
+  void start_prefetch(int64_t group) {
+    num_prefetched_ = next_prefetched_ = 0;
     line_ = end_of_lines_ = nullptr;
     for (int is_value = 0; is_value < 2; ++is_value)
       for (int64_t panel = 0; panel < kPanels; ++panel)
         if (group + panel * kTileRows < task_.end())
-          fetches_[num_fetches_++] = find_row(is_value, group + panel * kTileRows);
+          prefetched_[num_prefetched_++] = find_row(is_value, group + panel * kTileRows);
   }
 
-  // Fetch the next lines. Returns false if there are none.
-  bool fetch_lines() {
+  // Fetch the next of 64 parts of a group into the L2 cache. Returns false if there is none.
+  bool prefetch_lines() {
     if (line_ == end_of_lines_) {
-      if (next_fetch_ == num_fetches_) return false;
-      line_ = fetches_[next_fetch_++];
+      if (next_prefetched_ == num_prefetched_) return false;
+      line_ = prefetched_[next_prefetched_++];
       end_of_lines_ = line_ + kTileRows * row_bytes_;
     }
-    for (int64_t line = 0; line < kLinesAtOnce; ++line)
-      _mm_prefetch(line_ + line * 64, _MM_HINT_T1);
-    line_ += kLinesAtOnce * 64;
+    const char* end = line_ + 2 * row_bytes_;
+    for (; line_ != end; line_ += 64) _mm_prefetch(line_, _MM_HINT_T1);
     return true;
   }
 
@@ -119,34 +117,34 @@ class KeyRowAttention {
     for (int64_t word = 0; word < words; word += kTileSteps) {
       const uint32_t* rows[kTileRows];
       for (int64_t row = 0; row < kTileRows; ++row) rows[row] = query + row * words + word;
-      transpose_words(rows, reinterpret_cast<uint32_t*>(scratch_.columns) + word * 16);
+      transpose_words(rows, reinterpret_cast<uint32_t*>(scratch_.packed_queries) + word * 16);
     }
   }
 
   // Scores [key][row] of a group.
   void score_keys(int64_t group) {
     const char* panels[kPanels];
-    const int64_t count = count_panels(group);
+    const int64_t count = count_key_panels(group);
     for (int64_t panel = 0; panel < kPanels; ++panel)
       panels[panel] = find_panel(0, group + (panel < count ? panel : 0) * kTileRows);
     registers_.configure_whole_tiles();
-    complete_stores(scratch_.columns);
+    complete_stores(scratch_.packed_queries);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t at = 0; at < row_bytes_; at += 64) {
-      _tile_loadd(4, scratch_.columns + at * kTileSteps / 2, 64);
+      _tile_loadd(4, scratch_.packed_queries + at * kTileSteps / 2, 64);
       _tile_loadd(5, panels[0] + at, row_bytes_);
       _tile_dpbf16ps(0, 5, 4);
       _tile_loadd(6, panels[1] + at, row_bytes_);
       _tile_dpbf16ps(1, 6, 4);
-      fetch_lines();
+      prefetch_lines();
       _tile_loadd(7, panels[2] + at, row_bytes_);
       _tile_dpbf16ps(2, 7, 4);
       _tile_loadd(5, panels[3] + at, row_bytes_);
       _tile_dpbf16ps(3, 5, 4);
-      fetch_lines();
+      prefetch_lines();
     }
     _tile_stored(0, scratch_.key_scores, 64);
     _tile_stored(1, scratch_.key_scores + 256, 64);
@@ -156,16 +154,16 @@ class KeyRowAttention {
   }
 
   // The scores as weigh_rows reads them, [row][key].
-  void turn_scores(int64_t group) {
-    for (int64_t panel = 0; panel < count_panels(group); ++panel) {
+  void transpose_scores(int64_t group) {
+    for (int64_t panel = 0; panel < count_key_panels(group); ++panel) {
       const uint32_t* keys[kTileRows];
       for (int64_t key = 0; key < kTileRows; ++key)
         keys[key] = reinterpret_cast<const uint32_t*>(scratch_.key_scores) +
                     (panel * kTileRows + key) * 16;
       transpose_words(keys, reinterpret_cast<uint32_t*>(scratch_.scores) + panel * kTileRows,
                       kvn::kKeyGroup);
-      fetch_lines();
-      fetch_lines();
+      prefetch_lines();
+      prefetch_lines();
     }
   }
 
@@ -173,7 +171,7 @@ class KeyRowAttention {
   // to 11 and so on, and the second one the others: two instructions interleave two keys.
   void pack_values(int64_t group) {
     uint16_t* out = scratch_.values;
-    for (int64_t panel = 0; panel < count_panels(group); ++panel) {
+    for (int64_t panel = 0; panel < count_key_panels(group); ++panel) {
       const char* keys = find_panel(1, group + panel * kTileRows);
       for (int64_t key = 0; key < kTileRows; key += 2, keys += 2 * row_bytes_, out += 32) {
         for (int64_t i = 0; i < dim_; i += 32) {
@@ -183,13 +181,13 @@ class KeyRowAttention {
           _mm512_store_si512(at, _mm512_unpacklo_epi16(a, b));
           _mm512_store_si512(at + 16 * kvn::kKeyGroup, _mm512_unpackhi_epi16(a, b));
         }
-        fetch_lines();
+        prefetch_lines();
       }
     }
   }
 
   // Bring the sums of pack_values' panels into the order of their dimensions.
-  void order_sums() {
+  void restore_dimensions() {
     const int64_t stride = AttentionScratch<Dot>::sum_stride(dim_);
     for (int64_t row = 0; row < task_.rows(); ++row)
       for (int64_t i = 0; i < dim_; i += 32) {
@@ -208,9 +206,9 @@ class KeyRowAttention {
   const int64_t row_bytes_ = count_row_bytes<Dot>(task_.context);
   int64_t block_bytes_ = 0;
   const char* pages_[2] = {};  // K and V of this layer and head in block 0
-  const char* fetches_[2 * kPanels];
+  const char* prefetched_[2 * kPanels];
   const char *line_ = nullptr, *end_of_lines_ = nullptr;
-  int64_t num_fetches_ = 0, next_fetch_ = 0;
+  int64_t num_prefetched_ = 0, next_prefetched_ = 0;
 };
 
 }  // namespace

@@ -316,6 +316,7 @@ struct TilePlan {
     return rows <= kTileRows ? TilePlan{rows, 4, false} : TilePlan{kRowsPerBlock, 2, false};
   }
   static TilePlan packed(int64_t rows) { return unpacked(rows); }
+  // For up to 16 rows, with memory for 16 of them and for 64 sums of a panel's row.
   static TilePlan padded(int64_t rows) {
     TilePlan plan = unpacked(rows);
     plan.are_rows_padded = true;

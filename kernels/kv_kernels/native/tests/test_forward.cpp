@@ -18,11 +18,13 @@ constexpr int64_t kBlocks = 40, kLayers = 2;
 
 struct AttentionShape {
   int64_t heads, kv_heads, dim, block_size;
+  int64_t window = 70;  // of every other layer
 };
 // Of many heads for each KV head, small ones, attention needs most memory beside the products.
 constexpr AttentionShape kOddShape = {46, 2, 10, 5};
-// With AMX, few queries are multiplied by keys where they lie.
-constexpr AttentionShape kTileShape = {14, 2, 64, 16};
+// With AMX, up to 16 rows of these are multiplied by keys where they lie.
+constexpr AttentionShape kTileShapes[] = {
+    {14, 2, 64, 16, 200}, {16, 1, 96, 48, 230}, {2, 2, 32, 64, 250}};
 
 // Each makes the library choose other kernels, if the CPU has their instructions.
 constexpr uint32_t kFeatureSets[] = {~0u, KVN_AVX512_ALL, KVN_AVX512_VNNI_ALL, KVN_AVX2};
@@ -47,7 +49,7 @@ class TestModel {
       layer.output = pack(kHidden, heads * dim, false);
       layer.gate_up = pack(kInner, kHidden, true);
       layer.down = pack(kHidden, kInner, false);
-      layer.window = i % 2 ? 0 : 70;
+      layer.window = i % 2 ? 0 : shape.window;
     }
     model.format = format;
     model.num_layers = kLayers;
@@ -214,22 +216,22 @@ void check_sequences(int32_t format, int32_t matrix_format, bool has_bias, bool 
 }
 
 // Chunks of one to three tokens behind hundreds, with whole and partial panels of keys.
-void check_few_queries_behind_many_keys() {
-  TestModel test(KVN_BFLOAT16, KVN_BFLOAT16, false, kTileShape);
-  std::vector<char> arena = make_arena(kTileShape, 2);
-  const KvnCache cache = {arena.data(), kBlocks, kTileShape.block_size, KVN_BFLOAT16};
+void check_few_queries_behind_many_keys(const AttentionShape& shape) {
+  TestModel test(KVN_BFLOAT16, KVN_BFLOAT16, false, shape);
+  std::vector<char> arena = make_arena(shape, 2);
+  const KvnCache cache = {arena.data(), kBlocks, shape.block_size, KVN_BFLOAT16};
   KvnContext* context = kvn_create(&test.model, 2);
   kvn_bind_cache(context, &cache);
   for (const int64_t length : {192, 193, 209, 224, 225, 256, 257, 300}) {
     const std::vector<float> whole = run_step(context, {{0, 0, length}}, false);
     std::memset(arena.data(), 0, arena.size());
     run_step(context, {{0, 0, 180}}, false);
-    for (int64_t begin = 180; begin < length; begin += 1 + begin % 3) {
-      const int64_t left = length - begin;
-      const int64_t count = left < 1 + begin % 3 ? left : 1 + begin % 3;
-      const std::vector<float> found = run_step(context, {{0, begin, count}}, false);
-      if (count == left) CHECK(found == whole);
+    std::vector<float> found;
+    for (int64_t begin = 180, count = 1; begin < length; begin += count) {
+      count = count % 3 + 1 < length - begin ? count % 3 + 1 : length - begin;
+      found = run_step(context, {{0, begin, count}}, false);
     }
+    CHECK(found == whole);
   }
   kvn_destroy(context);
 }
@@ -257,7 +259,8 @@ TEST(a_sequence_is_computed_with_compact_weights) {
 TEST(few_queries_get_the_scores_of_a_prompt) {
   for (const uint32_t features : kFeatureSets) {
     kvn_limit_cpu_features(features);
-    if (kvn_cpu_features()) check_few_queries_behind_many_keys();
+    for (const AttentionShape& shape : kTileShapes)
+      if (kvn_cpu_features()) check_few_queries_behind_many_keys(shape);
   }
   kvn_limit_cpu_features(~0u);
 }
