@@ -40,7 +40,7 @@ class EngineSizes:
 
 
 def _allocate_arena(num_bytes: int, device: str) -> memoryview:
-    """Memory for a cache. For CPUs it is allocated, in huge pages if possible, as a node's is."""
+    """Map memory for a KV cache. For CPUs, allocate all of it now, in huge pages if possible."""
     if device != "cpu":
         return memoryview(mmap.mmap(-1, num_bytes))
     address, start, reserved = reserve_addresses(num_bytes, HUGE_PAGE)

@@ -1,4 +1,4 @@
-"""Shared memory in which the nodes of a host announce that they compute.
+"""Shared memory where nodes record that they are computing, to divide the cores of their host.
 
 Those that compute at the same time divide the cores. The memory is one page of a file, which all
 nodes with the same cores map. Each node locks a byte of the file, whose number is its slot on the

@@ -153,7 +153,7 @@ class ChildProcess:
     async def _wait_for_exit(
         self, process: asyncio.subprocess.Process, stream: asyncio.StreamReader
     ) -> int:
-        """Copy the output of a process until it ends. Returns its exit code."""
+        """Forward what `process` writes to `stream` until it exits. Returns its exit code."""
         self._process = process
         if self._stopping.is_set():
             self._send_signal(signal.SIGTERM)
@@ -241,7 +241,7 @@ class ChildProcess:
 
 
 def _open_pipe(opened: contextlib.ExitStack, flags: int = 0) -> tuple[FileIO, FileIO]:
-    """Open a pipe that `opened` closes. Returns its ends: to read, to write. Raises OSError."""
+    """Return the read and the write end of a pipe that `opened` closes. Raises OSError."""
     reading, writing = os.pipe2(os.O_CLOEXEC | flags)
     return opened.enter_context(FileIO(reading)), opened.enter_context(FileIO(writing, "w"))
 

@@ -65,7 +65,7 @@ def build_library(
         job = _Build(compiler, folder, kept, build_id, _build_environment(environ, Path(scratch)))
         try:
             kept.mkdir(parents=True, exist_ok=True)
-            with lock_folder(kept):
+            with lock_object_folder(kept):
                 job.link(job.compile_all(), library)
         except OSError as error:
             raise BuildError(f"{kept} cannot be written: {error.strerror}") from error
@@ -84,8 +84,8 @@ def build_incrementally(library: Path) -> BuildResult:
 
 
 @contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Wait until no other build uses the files in `folder`. Raises OSError."""
+def lock_object_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder of object files, so that builds take turns. Raises OSError."""
     with (folder / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -16,7 +16,7 @@ class CoreSharingSlot(Protocol):
 
     @property
     def slot(self) -> int:
-        """Number of this node's slot. No other running node has the same."""
+        """Index of this node's slot, which no other running node has."""
         ...
 
     @property

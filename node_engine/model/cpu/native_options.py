@@ -12,7 +12,7 @@ OpenSharing = Callable[[], WeightSharing]
 
 @dataclass(frozen=True, slots=True)
 class NativeOptions:
-    """The kernels of a native CPU engine, how it stores weights, and how it shares cores."""
+    """The native kernels, how the engine stores weights, and how nodes of a host share cores."""
 
     kernels: NativeLibrary
     # Opens the memory in which all nodes of a host share the weights of a large model.

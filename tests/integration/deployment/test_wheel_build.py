@@ -12,7 +12,7 @@ import pytest
 from setuptools import build_meta
 
 from kv_kernels.native import sources
-from kv_kernels.native.build import find_kept_objects, lock_folder
+from kv_kernels.native.build import find_kept_objects, lock_object_folder
 from kv_kernels.native.native_library import NativeLibrary, open_library
 from tests.integration.deployment.source_tree import ROOT, copy_source_tree
 from tests.unit.kv_kernels.native_sources import require_compiler, write_fake_compiler
@@ -28,7 +28,7 @@ def build_wheel(tmp_path: Path, **environ: str) -> tuple[Path, str]:
     compiled = find_kept_objects()
     assert compiled is not None
     if compiled.exists():  # to compile everything again takes a minute
-        with lock_folder(compiled):
+        with lock_object_folder(compiled):
             shutil.copytree(compiled, tree / compiled.relative_to(ROOT))
     program = (
         "import sys; sys.path[:0] = ['tools/build_backend', 'kernels'];"

@@ -55,10 +55,10 @@ async def test_the_end_of_a_child_is_seen_while_its_output_is_still_open(program
 async def test_a_child_that_cannot_be_started_is_tried_again_and_leaves_no_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def fail(*_: object, **__: object) -> None:
+    async def raise_runtime_error(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", raise_runtime_error)
     notices: list[str] = []
     child = make_child("unused", notices)
     descriptors = os.listdir("/proc/self/fd")
@@ -75,6 +75,7 @@ async def test_a_run_that_is_cancelled_leaves_no_process_and_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    # It outlives the time limit of the test, so that only the cancellation can end it.
     (tmp_path / "waiting.py").write_text("import time\ntime.sleep(600)\n")
     child = make_child("waiting", [])
     descriptors = os.listdir("/proc/self/fd")

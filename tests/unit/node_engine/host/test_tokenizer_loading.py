@@ -19,7 +19,7 @@ async def test_a_node_serves_when_its_tokenizer_has_been_read(
 ) -> None:
     events: list[str] = []
 
-    class LoadEventsFactory:
+    class RecordingFactory:
         def __init__(self, *_: object, **__: object) -> None:
             pass
 
@@ -40,7 +40,7 @@ async def test_a_node_serves_when_its_tokenizer_has_been_read(
         events.append("weights")
         return build_engine(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(constraint_factory, "ConstraintFactory", LoadEventsFactory)
+    monkeypatch.setattr(constraint_factory, "ConstraintFactory", RecordingFactory)
     monkeypatch.setattr(assemble, "build_engine", load_weights)
     monkeypatch.setattr(assemble, "assemble_node", lambda *_: Node())
     model = build_model("llama", tmp_path)

@@ -1,4 +1,4 @@
-"""The tokenizer of grammars is read once: while the node starts, or for the first constraint."""
+"""The tokenizer for grammars is read once: while a node starts, or for the first constraint."""
 
 from pathlib import Path
 

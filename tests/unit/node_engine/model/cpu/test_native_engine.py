@@ -118,10 +118,10 @@ def test_later_keys_may_have_much_larger_scores(features: CpuFeature) -> None:
     assert find_largest_difference(found, expected) < 1e-3
 
 
-def score_in_chunks(
+def compute_prompt_logprobs(
     bound: BoundEngine, prompt: list[int], length: int, begin: int = 0
 ) -> list[TokenLogprobs]:
-    """The scores of a prompt's tokens, of which those from `begin` on are in chunks of `length`."""
+    """Compute a prompt in chunks of `length` tokens, after a first one of `begin` tokens if any."""
     found: list[TokenLogprobs] = []
     bounds = [0, *range(begin or length, len(prompt), length), len(prompt)]
     for first, end in pairwise(bounds):
@@ -139,8 +139,8 @@ def test_scores_do_not_depend_on_how_many_keys_a_chunk_has(features: CpuFeature)
     bound = make_native(config, "bfloat16", features=features)
     for seed in range(24):
         prompt = make_prompt(192, seed)
-        whole = score_in_chunks(bound, prompt, len(prompt))
-        assert score_in_chunks(bound, prompt, BLOCK_SIZE) == whole
+        whole = compute_prompt_logprobs(bound, prompt, len(prompt))
+        assert compute_prompt_logprobs(bound, prompt, BLOCK_SIZE) == whole
 
 
 @pytest.mark.parametrize("windows", [(None, None), (20, 200)], ids=["all keys", "windows"])
@@ -152,8 +152,8 @@ def test_few_queries_behind_many_keys_have_the_scores_of_a_prompt(
     bound = make_native(config, "bfloat16", features=features)
     for length in (1, 2):
         prompt = make_prompt(310, length)
-        whole = score_in_chunks(bound, prompt, len(prompt))
-        assert score_in_chunks(bound, prompt, length, begin=180) == whole
+        whole = compute_prompt_logprobs(bound, prompt, len(prompt))
+        assert compute_prompt_logprobs(bound, prompt, length, begin=180) == whole
 
 
 def test_layers_are_reported_when_their_kv_is_there() -> None:
