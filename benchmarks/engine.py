@@ -25,6 +25,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 from rich.console import Console
 
@@ -49,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cpu-kernels", default="", help="of native,torch (default: those that this CPU runs)"
+    )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="LIBRARY",
+        help="another build of the native kernels, measured beside the installed one",
     )
     parser.add_argument(
         "--quantize", default="none", help="of none,int8: one engine for each (default none)"
@@ -106,7 +113,7 @@ def main(
     threads = options.threads or len(os.sched_getaffinity(0))
     cases = plan_cases(options)
     with open_model(options.model) as model:
-        variants = plan_variants(model, options.cpu_kernels, options.quantize)
+        variants = plan_variants(model, options.cpu_kernels, options.quantize, options.before)
         rounds = measure_rounds(model, variants, cases, threads, options.rounds, sizes)
         rows = [
             *_rate_rows(rounds.median_rates(), threads, command),
@@ -131,8 +138,13 @@ def plan_cases(options: argparse.Namespace) -> list[EngineCase]:
     return [*decode, *(PrefillCase(tokens) for tokens in prompts)]
 
 
-def plan_variants(model: MeasuredModel, kernels: str, quantize: str) -> list[EngineVariant]:
-    """Return one engine for each of the kernels and quantizations named. Raises ValueError."""
+def plan_variants(
+    model: MeasuredModel, kernels: str, quantize: str, before: Path | None = None
+) -> list[EngineVariant]:
+    """Return one engine for each of the kernels and quantizations named, and for each build.
+
+    `before` is another build of the native kernels, or None. Raises ValueError.
+    """
     available = worker.list_kernels()
     chosen = [name for name in kernels.split(",") if name] or available
     quantizations = [name for name in quantize.split(",") if name]
@@ -143,9 +155,12 @@ def plan_variants(model: MeasuredModel, kernels: str, quantize: str) -> list[Eng
     known = worker.list_quantizations()
     if not quantizations or not set(quantizations) <= set(known):
         raise ValueError(f"--quantize {quantize!r}: there are {', '.join(known)}")
+    if before is not None:
+        worker.open_build(before)
     return [
-        EngineVariant(name, model.dtype, quantization, compact)
+        EngineVariant(name, model.dtype, quantization, compact, build)
         for name in chosen
+        for build in ([None, before] if before and name == "native" else [None])
         for quantization in quantizations
         for compact in (
             (True, False)
@@ -263,17 +278,23 @@ def _ratio_rows(
     cases: Sequence[EngineCase],
     command: str,
 ) -> list[ResultRow]:
-    """Speed of each variant relative to torch's kernels and to weights in bfloat16."""
+    """Speed of each variant relative to torch's kernels, to weights in bf16 and to other builds."""
+    builds = {variant.other_build for variant in variants} - {None}
     rows = []
     for variant in variants:
+        if variant.other_build is not None:
+            continue
         plain = replace(variant, quantization=UNQUANTIZED, compact_weights=False)
-        others = [replace(variant, kernels="torch", compact_weights=False), plain]
+        others = [
+            ("torch", replace(variant, kernels="torch", compact_weights=False)),
+            ("bf16", plain),
+            *(("before", replace(variant, other_build=build)) for build in builds),
+        ]
         if variant.quantization != UNQUANTIZED:
-            others.append(replace(plain, compact_weights=True))
-        for other in others:
+            others.append(("bf16_compact", replace(plain, compact_weights=True)))
+        for suffix, other in others:
             if other == variant or other not in variants:
                 continue
-            suffix = "torch" if other.kernels != variant.kernels else other.name.split("/")[1]
             for case in cases:
                 name = f"engine/{variant.name}/{case.name}_of_{suffix}"
                 value = rounds.compare(case, slower=other, faster=variant)

@@ -9,6 +9,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 from baton.models.model_identity import UNQUANTIZED, Quantization
@@ -17,7 +18,12 @@ from benchmarks.device.engine_loads import EngineSizes, LoadedEngine, time_decod
 from benchmarks.device.section_run import MeasuredModel
 from benchmarks.device.step_bounds import list_layer_products
 from kv_kernels.native.matrix import MatrixLayout
-from kv_kernels.native.native_library import NativeLibrary, load_library
+from kv_kernels.native.native_library import (
+    NativeLibrary,
+    NoNativeLibrary,
+    load_library,
+    open_library,
+)
 from kv_kernels.native.structures import Format
 from node_engine.model.cpu.native_options import NativeOptions
 
@@ -36,6 +42,7 @@ class EngineVariant:
     dtype: str  # of the model, which quantization leaves for the rest
     quantization: str
     compact_weights: bool = False  # matrices take 12 bits a weight
+    other_build: Path | None = None  # of the native kernels; None: the installed library
 
     @property
     def precision(self) -> str:
@@ -45,7 +52,8 @@ class EngineVariant:
     @property
     def name(self) -> str:
         compact = "_compact" if self.compact_weights else ""
-        return f"{self.kernels}/{short_name(self.precision)}{compact}"
+        build = "" if self.other_build is None else "_before"
+        return f"{self.kernels}{build}/{short_name(self.precision)}{compact}"
 
     @property
     def compressed_fraction(self) -> float:
@@ -77,6 +85,19 @@ def supports_compact_weights(kernels: str, dtype: str, quantization: str) -> boo
 def list_kernels() -> list[str]:
     """Return the kernels that engines on this CPU can choose, the default ones first."""
     return [_NATIVE, _TORCH] if isinstance(load_library(), NativeLibrary) else [_TORCH]
+
+
+def open_build(other: Path | None) -> NativeLibrary:
+    """Open another build of the native kernels, or the installed library if `other` is None.
+
+    Raises ValueError if that cannot be loaded, or has another ABI version.
+    """
+    if other is not None and not other.is_file():
+        raise ValueError(f"--before {other}: there is no such file")
+    library = load_library() if other is None else open_library(other, folder=None)
+    if isinstance(library, NoNativeLibrary):
+        raise ValueError(f"native kernels cannot be measured: {library.reason}")
+    return library
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +154,8 @@ def load_engine(
 ) -> None:
     """Load the engine that the next calls in this process measure."""
     options: dict[str, Any] = {"threads": threads, "quantize": variant.quantization}
-    library = load_library()
-    if variant.kernels == _NATIVE and isinstance(library, NativeLibrary):
+    if variant.kernels == _NATIVE:
+        library = open_build(variant.other_build)
         options["native"] = NativeOptions(library, compact_weights=variant.compact_weights)
     sizes = EngineSizes(max_batched_tokens=_WARM_UP_TOKENS, cache_bytes=cache_bytes)
     _Process.loaded = LoadedEngine(model, "cpu", sizes, **options)

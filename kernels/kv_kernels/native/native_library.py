@@ -76,10 +76,14 @@ def open_library(
     path: Path = sources.LIBRARY,
     *,
     failure: Path = sources.BUILD_FAILURE,
-    folder: Path = sources.SOURCE_FOLDER,
+    folder: Path | None = sources.SOURCE_FOLDER,
     environ: Mapping[str, str] = os.environ,
 ) -> NativeLibrary | NoNativeLibrary:
-    """Open the library at `path`, which was built from `folder`, or say why that cannot be."""
+    """Open the library at `path`, or say why that cannot be.
+
+    One that is older than the sources in `folder` is stale. If `folder` is None, nothing is
+    compared.
+    """
     if reason := sources.why_unsupported_machine():
         return NoNativeLibrary(reason)
     if not path.exists():
@@ -95,10 +99,15 @@ def open_library(
             _BUILD,
         )
     build_id: str = functions.kvn_build_id().decode(errors="replace")
-    if sources.list_sources(folder) and build_id.split(".")[0] != sources.hash_sources(folder):
+    if folder is not None and _is_stale(build_id, folder):
         reason = f"{path.name} is stale: its sources or flags have changed since it was built"
         return NoNativeLibrary(reason, _BUILD)
     return _check_features(functions, build_id, environ)
+
+
+def _is_stale(build_id: str, folder: Path) -> bool:
+    has_sources = bool(sources.list_sources(folder))  # a wheel has none
+    return has_sources and build_id.split(".")[0] != sources.hash_sources(folder)
 
 
 def _declare(functions: ctypes.CDLL) -> int:

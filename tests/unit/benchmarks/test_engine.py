@@ -3,6 +3,7 @@
 import io
 import statistics
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from benchmarks.clusters.llama_folders import LLAMA_TINY, write_llama_folder
 from benchmarks.cpu.engine_worker import DecodeCase, EngineCase, EngineVariant, PrefillCase
 from benchmarks.cpu.rates import CpuRates, RateSizes, allocate_huge_page_buffer
 from benchmarks.cpu.shapes import SHAPES, open_model
+from kv_kernels.native.sources import LIBRARY
 
 BF16 = EngineVariant("native", "bfloat16", "none")
 INT8 = EngineVariant("native", "bfloat16", "int8")
 TORCH = EngineVariant("torch", "bfloat16", "none")
+BUILD = Path("other.so")
 STEP = DecodeCase(batch=4, context=160, steps=16)
 
 
@@ -102,6 +105,44 @@ def test_variants_are_compared_sample_by_sample() -> None:
     }
 
 
+def test_builds_are_compared_variant_by_variant() -> None:
+    rounds = engine.EngineRounds()
+    before, before_int8 = (replace(variant, other_build=BUILD) for variant in (BF16, INT8))
+    rounds.samples[BF16, STEP] += sample_steps(0.02, 0.2)
+    rounds.samples[before, STEP] += sample_steps(0.03, 0.3)
+    rounds.samples[INT8, STEP] += sample_steps(0.01, 0.1)
+    rounds.samples[before_int8, STEP] += sample_steps(0.008, 0.08)
+    rows = engine._ratio_rows(rounds, [BF16, INT8, before, before_int8], [STEP], "command")
+    assert {row.name: row.value for row in rows} == {
+        "engine/native/bf16/decode_4_of_before": pytest.approx(1.5),
+        "engine/native/int8/decode_4_of_bf16": pytest.approx(2.0),
+        "engine/native/int8/decode_4_of_before": pytest.approx(0.8),
+    }
+
+
+@pytest.mark.skipif(not LIBRARY.exists(), reason="the native kernels are not built")
+def test_another_build_is_an_engine_for_each_quantization(tmp_path: Path) -> None:
+    other = tmp_path / "other.so"
+    other.write_bytes(LIBRARY.read_bytes())
+    with open_model("tiny") as model:
+        variants = engine.plan_variants(model, "native,torch", "none,int8", other)
+    assert [variant.name for variant in variants if variant.other_build == other] == [
+        "native_before/bf16_compact",
+        "native_before/bf16",
+        "native_before/int8",
+    ]
+    assert not any(variant.other_build for variant in variants if variant.kernels == "torch")
+
+
+def test_what_is_no_build_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "other.so").write_text("no library")
+    with (
+        open_model("tiny") as model,
+        pytest.raises(ValueError, match=r"other\.so cannot be loaded"),
+    ):
+        engine.plan_variants(model, "", "none", tmp_path / "other.so")
+
+
 def test_read_buffer_is_private_memory() -> None:
     """Linux rarely backs shared memory with huge pages, and small pages are read more slowly."""
     memory = allocate_huge_page_buffer(4 << 20)
@@ -140,6 +181,7 @@ def test_named_shapes_have_the_parameters_of_their_description() -> None:
         (("--threads", "-1"), "--threads"),
         (("--cpu-kernels", "fast"), "--cpu-kernels fast: this CPU has"),
         (("--quantize", "int3"), "--quantize 'int3': there are none"),
+        (("--before", "nowhere.so"), "--before nowhere.so: there is no such file"),
         (("--model", "nowhere"), "neither a folder with a config.json nor tiny, small"),
     ],
 )
