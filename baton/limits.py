@@ -15,7 +15,8 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_TEMPERATURE = 2.0
 MAX_SEED = 2**63 - 1
 MAX_PENALTY = 2.0  # absolute value of presence and frequency penalty
-MAX_REPETITION_PENALTY = 100.0
+# A smaller one turns logits of healthy models into infinity.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_LOGIT_BIAS = 100.0  # absolute value
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_LOGPROBS = 20
@@ -301,12 +302,12 @@ def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBoun
     _check_float_range("min_p", params.min_p, 0.0, 1.0)
     _check_float_range("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     _check_float_range("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-    if not 0.0 < params.repetition_penalty <= MAX_REPETITION_PENALTY:
-        raise InvalidRequest(
-            f"repetition_penalty is {params.repetition_penalty}: it must be above 0 and at most "
-            f"{MAX_REPETITION_PENALTY:g}",
-            param="repetition_penalty",
-        )
+    _check_float_range(
+        "repetition_penalty",
+        params.repetition_penalty,
+        MIN_REPETITION_PENALTY,
+        MAX_REPETITION_PENALTY,
+    )
     _check_logit_bias(params, bounds)
     for field in ("logprobs", "prompt_logprobs"):
         check_logprobs(getattr(params, field), field)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
-from baton.limits import MAX_TEMPERATURE
+from baton.limits import MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_REPETITION_PENALTY
 from baton.models.json_object import JsonObject, get_int_field, read_json_object
 
 GENERATION_CONFIG_FILE = "generation_config.json"
-_MAX_PENALTY = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ def parse_generation_defaults(raw: JsonObject) -> GenerationDefaults:
         top_p=_get_float_field(raw, "top_p", 0.0, 1.0, open_below=True),
         min_p=_get_float_field(raw, "min_p", 0.0, 1.0),
         repetition_penalty=_get_float_field(
-            raw, "repetition_penalty", 0.0, _MAX_PENALTY, open_below=True
+            raw, "repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
         ),
         max_new_tokens=get_int_field(raw, "max_new_tokens", 1, GENERATION_CONFIG_FILE),
     )

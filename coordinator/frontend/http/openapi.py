@@ -143,7 +143,10 @@ _BOUNDS: dict[str, Json] = {
     "min_tokens": {"minimum": 0},
     "presence_penalty": {"minimum": -limits.MAX_PENALTY, "maximum": limits.MAX_PENALTY},
     "frequency_penalty": {"minimum": -limits.MAX_PENALTY, "maximum": limits.MAX_PENALTY},
-    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": limits.MAX_REPETITION_PENALTY},
+    "repetition_penalty": {
+        "minimum": limits.MIN_REPETITION_PENALTY,
+        "maximum": limits.MAX_REPETITION_PENALTY,
+    },
     "n": {"minimum": 1, "maximum": limits.MAX_CHOICES},
     "best_of": {"minimum": 1, "maximum": limits.MAX_CHOICES},
     "first_choice": {"minimum": 0, "maximum": limits.MAX_CHOICE_INDEX - limits.MAX_CHOICES},

@@ -93,7 +93,7 @@ def _pick_tokens(
     for row, (token, spec) in enumerate(zip(tokens, specs, strict=True)):
         if not math.isfinite(rows[row, token]):
             raise damaged_logits_error()
-        if spec.params.temperature > 0:
+        if np.float32(spec.params.temperature) > 0:
             tokens[row] = draw_token(rows[row], spec)
     return tokens
 
@@ -156,7 +156,10 @@ def _to_device(logits: torch.Tensor, values: npt.NDArray[np.int64] | Floats) -> 
 
 
 def draw_token(logits: Floats, spec: SampleSpec) -> int:  # logits [vocab]
-    """Sample softmax(logits / temperature), restricted by min_p, then top-k, then top-p."""
+    """Sample softmax(logits / temperature), restricted by min_p, then top-k, then top-p.
+
+    The temperature must be above 0 as a float32, in which it divides.
+    """
     # A tiny temperature sends all logits but the best to -inf, as intended.
     with np.errstate(over="ignore"):
         scaled = (logits - logits.max()) / np.float32(spec.params.temperature)

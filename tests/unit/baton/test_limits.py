@@ -34,7 +34,7 @@ FINE: dict[str, list[Any]] = {
     "min_p": [0.0, 1.0],
     "presence_penalty": [-2.0, 2.0],
     "frequency_penalty": [-2.0, 2.0],
-    "repetition_penalty": [1e-6, 100.0],
+    "repetition_penalty": [0.01, 100.0],
     "logit_bias": [
         (),
         ((0, -100.0), (999, 100.0)),
@@ -58,7 +58,7 @@ WRONG: dict[str, list[Any]] = {
     "min_p": [-0.01, 1.01, math.nan],
     "presence_penalty": [-2.01, 2.01, math.nan],
     "frequency_penalty": [-2.01, 2.01, -math.inf],
-    "repetition_penalty": [0.0, -1.0, 100.1, math.nan, math.inf],
+    "repetition_penalty": [0.0, 0.0099, -1.0, 100.1, math.nan, math.inf],
     "logit_bias": [
         ((-1, 0.0),),
         ((1000, 0.0),),
