@@ -110,7 +110,9 @@ def collector_paused() -> Iterator[None]:
     """Collect no garbage meanwhile, and never look at what was allocated afterwards.
 
     Large imports allocate many objects that live as long as the process. The collector would visit
-    them several times during the import, and again in every full collection.
+    them several times during the import, and again in every full collection. Garbage in reference
+    cycles that is there at the end is never freed either, so this is for the start of processes of
+    Baton, and not for a library in a user's process.
     """
     gc.disable()
     try:

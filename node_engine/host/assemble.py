@@ -31,6 +31,7 @@ from baton.network.bind_policy import get_endpoint_host, require_key_unless_loop
 from baton.process import log
 from baton.process.clock import monotonic_clock
 from baton.process.entry import run_process
+from baton.process.runtime import collector_paused
 from baton.process.startup import STARTUP
 from baton.shared_memory import segment as segments
 from baton.types import NodeName, Role, mint_id
@@ -107,7 +108,7 @@ async def run_node(
         writer = open_writer(config, opened)  # before torch opens files of the GPU
         weights = begin_opening_weights(config, opened)
         constraints = make_constraint_factory(config, opened)
-        device = await asyncio.to_thread(resolve_device_type, config)
+        device = await asyncio.to_thread(import_engine, config)
         STARTUP.end_phase("engine_imports")
         limits = choose_step_limits(config, role, device)
         check_cache_memory(config, device, weights)  # fail before a model is loaded
@@ -135,6 +136,15 @@ async def run_node(
         if constraints is not None:
             await asyncio.to_thread(constraints.wait_for_tokenizer)
         await node.run(stop)
+
+
+def import_engine(config: NodeConfig) -> DeviceType:
+    """Import what computes here, which takes seconds for a model; see `resolve_device_type`.
+
+    Only in a process of the node's own: its collector pauses, and never frees what is garbage then.
+    """
+    with collector_paused():
+        return resolve_device_type(config)
 
 
 def begin_node(config: NodeConfig, role: Role) -> NodeName:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError, NodeFailed
 from baton.process.cores import count_usable_cores
-from baton.process.runtime import collector_paused
 from node_engine.core.scheduling.step_limits import DeviceType, StepLimits
 from node_engine.core.step.engine import DeviceLost, Engine
 from node_engine.paced.costs import PacedCosts
@@ -29,8 +28,7 @@ def resolve_device_type(config: NodeConfig) -> DeviceType:
     """What computes here. Takes seconds for a model. Raises ConfigError for a missing GPU."""
     if config.engine == "paced":
         return "cpu"
-    with collector_paused():
-        from node_engine.model.model_loader import resolve_device
+    from node_engine.model.model_loader import resolve_device
 
     return "cuda" if resolve_device(config.device).type == "cuda" else "cpu"
 

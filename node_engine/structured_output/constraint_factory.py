@@ -112,8 +112,11 @@ class ConstraintFactory:
         )
 
     def close(self) -> None:
-        """End the threads after the work that they do; what has not begun is dropped."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """End the threads after the work that they do; what has not begun is dropped.
+
+        Returns when they have ended. Idempotent.
+        """
+        self._executor.shutdown(cancel_futures=True)
         self._masks.close()
 
     def set_awaited_mask_callback(self, callback: Callable[[], None]) -> None:

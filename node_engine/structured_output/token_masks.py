@@ -86,7 +86,8 @@ class MaskThread:
         self._requests: queue.SimpleQueue[tuple[PendingMask, bool] | None] = queue.SimpleQueue()
         # Called on this thread when a mask is computed whose sequence stays out of steps.
         self.on_awaited_mask: Callable[[], None] = lambda: None
-        threading.Thread(target=self._run, name="masks", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="masks", daemon=True)
+        self._thread.start()
 
     def request_mask(
         self, matcher: LLMatcher, vocab_size: int, excluded: tuple[int, ...], *, is_awaited: bool
@@ -100,8 +101,12 @@ class MaskThread:
         return mask
 
     def close(self) -> None:
-        """End the thread after the masks that were requested. No more may be requested."""
+        """End the thread after the masks that were requested. No more may be requested.
+
+        Returns when it has ended. Idempotent.
+        """
         self._requests.put(None)
+        self._thread.join()
 
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:

@@ -74,15 +74,26 @@ class InProcessServer(httpx2.ASGITransport):
         ends, nothing can be moved to other threads.
         """
         self.heartbeats.cancel()
-        await self._dispatcher.drain_requests(0.0)
-        await self._grammar_checker.close()
+        try:
+            await self._dispatcher.drain_requests(0.0)
+            await self._grammar_checker.close()
+        finally:  # also if this is interrupted
+            self._end_threads()
+
+    def _end_threads(self) -> None:
+        """End the threads, and delete all that refers to the model and its cache.
+
+        They are in no reference cycle, so their memory is free when this returns, and not when
+        Python collects garbage.
+        """
         self._dispatcher.close()
         self.stages.release_all()
         self.compute_thread.stop()
         self.stages.close()
-        del self.compute_thread, self.stages, self.heartbeats  # and with them the model's memory
         self._workers.close()
         self._arena.close()
+        del self.compute_thread, self.stages, self.heartbeats, self._arena
+        self.app = _no_application
 
     def _end_requests(self, part: str, error: BaseException) -> None:
         """Raise an error in all requests, and abort what is computed for them."""

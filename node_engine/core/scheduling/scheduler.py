@@ -75,14 +75,14 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._arrival_counter = count()
         self.sequences = SequenceTable()  # every live one
-        self.capacity = NodeCapacity(pool, self.sequences, limits)
+        capacity = self.capacity = NodeCapacity(pool, self.sequences, limits)
         self._releaser = BlockReleaser(pool, self.sequences)
         self._preemptor = Preemptor(
             pool,
             self.sequences,
             self._releaser,
             preemption_policy or MostBlocksFirst(),
-            lambda: self.capacity.free_blocks,
+            lambda: capacity.free_blocks,  # not `self`: a cycle would keep a draft model's memory
         )
         self._cache_manager = KVCacheManager(
             pool, self.sequences, self.capacity, self._preemptor, copy_pool_blocks
