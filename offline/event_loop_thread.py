@@ -1,6 +1,7 @@
 """An event loop on a thread of its own, for callers that have none, or whose own loop runs."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future, wait
@@ -15,12 +16,18 @@ class EventLoopThread:
     """Runs coroutines for other threads until it is closed."""
 
     def __init__(self, name: str) -> None:
+        self._pid = os.getpid()
         self._lock = threading.Lock()  # so that no work is handed over after the end
         self._is_closed = False
         self._runner = asyncio.Runner()
         self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether the thread runs here: a forked process has a copy of this object alone."""
+        return os.getpid() == self._pid
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` to its end and return its result.

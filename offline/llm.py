@@ -113,7 +113,10 @@ class LLM:
         return self._run(requests, use_tqdm=use_tqdm)
 
     def close(self) -> None:
-        """End the threads and free the memory. Idempotent; other calls fail afterwards."""
+        """End the threads and free the memory. Idempotent; other calls fail afterwards.
+
+        In a forked process this ends nothing: threads and files are of the parent.
+        """
         if self._finalizer.detach() is not None:
             _close(self._thread, self._endpoint)
 
@@ -131,6 +134,11 @@ class LLM:
     def _run(self, requests: Sequence[PromptRequest], *, use_tqdm: bool) -> list[RequestOutput]:
         if not self._finalizer.alive:
             raise BatonError("this LLM is closed: make a new one")
+        if not self._thread.is_of_this_process:
+            raise BatonError(
+                "this LLM is of the process that was forked: make one in each process, and start"
+                " processes by spawn"
+            )
         with show_progress(len(requests), "prompts", is_shown=use_tqdm) as advance:
 
             async def answer(request: PromptRequest) -> RequestOutput:
@@ -168,6 +176,8 @@ async def _answer_prompt(endpoint: Endpoint, request: PromptRequest) -> RequestO
 
 
 def _close(thread: EventLoopThread, endpoint: Endpoint) -> None:
+    if not thread.is_of_this_process:
+        return  # nothing there would answer
     try:
         thread.call(endpoint.close())
     finally:
@@ -179,7 +189,7 @@ def _close_abandoned(thread: EventLoopThread, endpoint: Endpoint) -> None:
 
     Python may collect it on any thread, also on one that would have to wait for itself.
     """
-    if threading.current_thread() is threading.main_thread():
+    if threading.current_thread() is threading.main_thread() or not thread.is_of_this_process:
         _close(thread, endpoint)
     else:
         threading.Thread(target=_close, args=(thread, endpoint), name="baton-llm-close").start()

@@ -12,7 +12,6 @@ import mmap
 import os
 import stat
 import weakref
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -24,6 +23,7 @@ from baton.process.cores import count_usable_cores, has_core_quota
 from baton.shared_memory.byte_locks import try_lock_byte
 from baton.shared_memory.memory_map import HUGE_PAGE
 from baton.shared_memory.segment import SEGMENT_PREFIX
+from baton.shared_memory.shared_file import release_shared_file
 
 _NUM_SLOTS = 62  # kSharingSlots of core_sharing.h
 _MAX_ATTEMPTS = 100  # to open a file that other processes remove meanwhile
@@ -47,6 +47,7 @@ class HostCores:
 # A process has one slot. A model and its draft model compute one after the other. Several engines
 # that compute at once, as those of two `LLM`s, count as one.
 _open_pages = WeakValueDictionary[Path, HostCores]()
+os.register_at_fork(after_in_child=_open_pages.clear)  # the slots are those of the parent
 
 
 def open_host_cores(folder: Path) -> HostCores | None:
@@ -88,11 +89,11 @@ def _open_page(path: Path) -> HostCores:
         os.posix_fallocate(fd, 0, mmap.PAGESIZE)  # a store to a page without memory is a fault
         page = mmap.mmap(fd, mmap.PAGESIZE)
     except OSError:
-        _close_page(path, fd)
+        release_shared_file(path, fd, os.getpid())
         raise
     address = np.frombuffer(page, np.uint8).ctypes.data
     cores = HostCores(page, address, slot, count_usable_cores())
-    weakref.finalize(cores, _close_page, path, fd)
+    weakref.finalize(cores, release_shared_file, path, fd, os.getpid())
     return cores
 
 
@@ -113,12 +114,3 @@ def _open_locked(path: Path) -> int:
             return fd
         os.close(fd)  # it was removed before it was locked
     raise OSError(f"{path} is removed again and again")
-
-
-def _close_page(path: Path, fd: int) -> None:
-    """Release the slot, and remove the page's file if no other process uses it."""
-    with suppress(OSError):  # it is used, or the folder is gone
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(fd).st_nlink:  # otherwise the path may be that of a new file
-            path.unlink()
-    os.close(fd)

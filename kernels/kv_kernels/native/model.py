@@ -1,6 +1,7 @@
 """A model in the native library: its threads, its cache and the step in progress."""
 
 import ctypes
+import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ class NativeModel:
             raise MemoryError(f"no memory for a model on {threads} threads")
         self._num_halves = 2 * len(layers)
         self._keep_alive += [array, model]
-        weakref.finalize(self, _destroy, functions, self._context, self._keep_alive)
+        weakref.finalize(self, _destroy, functions, self._context, self._keep_alive, os.getpid())
         self._logits = torch.empty(0)
         self._step: _StepArrays | None = None
 
@@ -175,5 +176,9 @@ class NativeModel:
         return out
 
 
-def _destroy(functions: ctypes.CDLL, context: int, keep_alive: Sequence[Any]) -> None:
-    functions.kvn_destroy(context)
+def _destroy(
+    functions: ctypes.CDLL, context: int, keep_alive: Sequence[Any], creator_pid: int
+) -> None:
+    # A forked process has none of the threads, and its slot for sharing cores is its parent's.
+    if os.getpid() == creator_pid:
+        functions.kvn_destroy(context)

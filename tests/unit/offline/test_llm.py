@@ -210,7 +210,6 @@ def test_closing_frees_the_engine(open_llm: OpenLLM, monkeypatch: pytest.MonkeyP
     llm.generate([1])
     assert engines[0]() is not None
     llm.close()
-    gc.collect()
     assert engines[0]() is None
 
 
@@ -299,4 +298,41 @@ def test_an_llm_may_be_collected_on_its_own_thread(tmp_path: Path) -> None:
     for closing in set(threading.enumerate()) - before:
         closing.join(60)
     assert not thread._thread.is_alive()
+    assert not list(tmp_path.glob("baton-*"))
+
+
+FORKING = """
+import os, sys
+from pathlib import Path
+from baton.errors import BatonError
+from tests.unit.offline.conftest import make_paced_llm
+with make_paced_llm(Path(sys.argv[1])) as llm:
+    llm.generate([[1]])
+    for number in range(2):
+        if os.fork() == 0:
+            try:
+                llm.generate([[1]])
+            except BatonError as error:
+                print(error, flush=True)
+            if number:
+                llm.close()
+            sys.exit(0)
+        os.wait()
+        print(len(llm.generate([[1]])), len(os.listdir(sys.argv[1])), flush=True)
+"""
+
+
+def test_a_forked_process_leaves_its_parents_llm_alone(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKING, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=50,
+    )
+    refused = "this LLM is of the process that was forked: make one in each process"
+    lines = ended.stdout.splitlines()
+    assert [line.partition(",")[0] for line in lines] == [refused, "1 1", refused, "1 1"]
+    assert ended.stderr == ""
     assert not list(tmp_path.glob("baton-*"))

@@ -23,6 +23,7 @@ from baton.errors import ConfigError
 from baton.process import log
 from baton.shared_memory.byte_locks import ByteLockWait, try_lock_byte
 from baton.shared_memory.segment import SEGMENT_PREFIX, reserve_segment_size
+from baton.shared_memory.shared_file import release_shared_file
 from node_engine.model.loading.packed_weights.image_layout import ImageLayout, split_magic
 from node_engine.model.loading.packed_weights.image_memory import (
     ImageMemory,
@@ -49,6 +50,7 @@ class SharedImage:
         self.path = folder / f"{SEGMENT_PREFIX}weights-{layout.image_id}"
         self.is_mapped = False  # `release` is then called when nothing uses the memory
         self._filler_fd: int | None = None
+        self._opener_pid = os.getpid()
         for _ in range(_MAX_ATTEMPTS):
             self._fd = self._open()
             fcntl.flock(self._fd, fcntl.LOCK_SH)
@@ -149,16 +151,13 @@ class SharedImage:
             self.path.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Stop to keep the segment alive, and remove it if no other process does. Idempotent."""
+        """Stop to keep the segment alive, and remove it if no other process does. Idempotent.
+
+        In a forked process the segment stays, because the parent uses it.
+        """
         self.unlock_for_others()
         if self._fd < 0:
             return
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pass
-        else:
-            self.remove()
-        os.close(self._fd)
-        self._fd = -1
+        fd, self._fd = self._fd, -1
+        release_shared_file(self.path, fd, self._opener_pid)
         atexit.unregister(self.release)

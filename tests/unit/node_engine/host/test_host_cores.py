@@ -25,6 +25,21 @@ print(cores.slot, found, flush=True)
 sys.stdin.read()
 """
 
+FORKING = """
+import os, sys
+from pathlib import Path
+from node_engine.host.host_cores import open_host_cores
+folder = Path(sys.argv[1])
+cores = open_host_cores(folder)
+for child in range(2):
+    if os.fork() == 0:
+        if child:
+            print("slot", open_host_cores(folder).slot, flush=True)
+        sys.exit(0)
+    os.wait()
+    print(len(os.listdir(folder)), flush=True)
+"""
+
 
 def start_node(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
@@ -49,6 +64,13 @@ def test_processes_have_slots_of_one_page_and_the_last_one_removes_it(tmp_path: 
             second.communicate("")
         assert len(list(tmp_path.iterdir())) == 1
         first.communicate("")
+    assert not list(tmp_path.iterdir())
+
+
+def test_forked_process_leaves_the_page_and_the_slot_of_its_parent(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKING, str(tmp_path)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == ["1", "slot 1", "1"]
     assert not list(tmp_path.iterdir())
 
 

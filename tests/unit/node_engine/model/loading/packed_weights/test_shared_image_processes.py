@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,6 +23,23 @@ from tests.unit.node_engine.model.loading.packed_weights.weight_images import (
 )
 
 WAITS = "waiting for another process"
+FORKING = """
+import gc, os, sys
+from pathlib import Path
+from tests.unit.node_engine.model.loading.packed_weights import weight_images as images
+folder = Path(sys.argv[1])
+weights = images.PackedWeightStore(folder, None).open_or_build(
+    images.KEY, images.SPECS, images.fill_region
+)
+for child in range(2):
+    if os.fork() == 0:
+        if child:
+            del weights
+            gc.collect()
+        sys.exit(0)
+    os.wait()
+    print("result", images.segment_path(folder).exists(), flush=True)
+"""
 
 
 def kill(process: "subprocess.Popen[str]") -> None:
@@ -33,6 +51,14 @@ def end_input(process: "subprocess.Popen[str]") -> None:
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(60) == 0
+
+
+def test_forked_process_leaves_the_image_of_its_parent(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKING, str(tmp_path)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    results = [line for line in printed.splitlines() if line.startswith("result")]
+    assert results == ["result True"] * 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_of_several_that_start_at_once_one_packs_and_the_others_wait(tmp_path: Path) -> None:
