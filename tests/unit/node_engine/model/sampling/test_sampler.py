@@ -54,12 +54,15 @@ def test_noise_of_a_token_does_not_depend_on_which_others_are_asked_for() -> Non
     assert np.array_equal(compute_gumbel_noise(1003, spec(), many), whole[many])
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 3}])
+@pytest.mark.parametrize(
+    "filtered",
+    [DRAWN, replace(DRAWN, top_p=0.5), replace(DRAWN, min_p=0.1), replace(DRAWN, top_k=3)],
+)
 @pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1e-45, 1e-40, 1e-30])
-def test_tiny_temperature_is_greedy(temperature: float, filters: dict[str, float]) -> None:
+def test_tiny_temperature_is_greedy(temperature: float, filtered: SamplingParams) -> None:
     """The smallest ones are 0 in float32, in which logits are divided."""
     logits = logits_of(1003)
-    params = replace(DRAWN, temperature=temperature, **filters)
+    params = replace(filtered, temperature=temperature)
     (result,) = sample_tokens(torch.from_numpy(logits)[None], [spec(params=params)])
     assert result.token_id == logits.argmax()
 
