@@ -141,7 +141,7 @@ def plan_cases(options: argparse.Namespace) -> list[EngineCase]:
 def plan_variants(
     model: MeasuredModel, kernels: str, quantize: str, before: Path | None = None
 ) -> list[EngineVariant]:
-    """Return one engine for each of the kernels and quantizations named, and for each build.
+    """Return an engine for each combination of kernels, build and quantization.
 
     `before` is another build of the native kernels, or None. Raises ValueError.
     """

@@ -1,6 +1,6 @@
-"""Ends the use of a file that several processes share, and that goes with its last user.
+"""A file that several processes use at once, and that the last of them removes.
 
-Each user holds a shared `flock` on the file, so one that can make its lock exclusive is the last.
+Each user holds a shared `flock` on the file. One that can make its lock exclusive is the last.
 """
 
 import fcntl

@@ -60,7 +60,7 @@ class HostArena:
         return self.pool_space.seconds_per_block_copy if self.pool_space else 0.0
 
     def close(self) -> None:
-        """Remove the segment. Its memory is unmapped once the engine has been deleted, too."""
+        """Remove the segment's file. Its memory is unmapped when the engine is deleted as well."""
         self.memory.stop_allocation()
         self.segment.close()
         self.block_memory = self.engine_memory = memoryview(b"")

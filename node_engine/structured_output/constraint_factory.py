@@ -112,9 +112,9 @@ class ConstraintFactory:
         )
 
     def close(self) -> None:
-        """End the threads after the work that they do; what has not begun is dropped.
+        """Cancel grammars that wait to be compiled, and end the threads.
 
-        Returns when they have ended. Idempotent.
+        Returns when they have finished what they had begun. Idempotent.
         """
         self._executor.shutdown(cancel_futures=True)
         self._masks.close()

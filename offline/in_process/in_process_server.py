@@ -81,7 +81,7 @@ class InProcessServer(httpx2.ASGITransport):
             self._end_threads()
 
     def _end_threads(self) -> None:
-        """End the threads, and delete all that refers to the model and its cache.
+        """End the threads, and drop all references to the model and its cache.
 
         They are in no reference cycle, so their memory is free when this returns, and not when
         Python collects garbage.

@@ -120,6 +120,7 @@ def test_builds_are_compared_variant_by_variant() -> None:
     }
 
 
+# Without a C++ compiler there is no build to copy, and torch computes.
 @pytest.mark.skipif(not LIBRARY.exists(), reason="the native kernels are not built")
 def test_another_build_is_an_engine_for_each_quantization(tmp_path: Path) -> None:
     other = tmp_path / "other.so"

@@ -1,4 +1,4 @@
-"""What closing an `LLM` with a model leaves behind: nothing that only the collector would free."""
+"""`LLM.close()` frees memory and ends threads at once, without Python's garbage collector."""
 
 import gc
 import os
@@ -41,16 +41,16 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     """References to the engines and arenas that are made from now on."""
     references: list[weakref.ref[Any]] = []
 
-    def remember(make: Callable[..., Any]) -> Callable[..., Any]:
-        def make_and_remember(*arguments: Any, **options: Any) -> Any:
+    def record_results(make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_and_record(*arguments: Any, **options: Any) -> Any:
             result = make(*arguments, **options)
             references.append(weakref.ref(result))
             return result
 
-        return make_and_remember
+        return make_and_record
 
     for module, name in MAKERS:
-        monkeypatch.setattr(module, name, remember(getattr(module, name)))
+        monkeypatch.setattr(module, name, record_results(getattr(module, name)))
     return references
 
 
@@ -80,7 +80,10 @@ def list_mappings(folder: Path) -> list[str]:
 
 
 def wait_for_thread_count(most: int) -> int:
-    """Threads of this process. The kernel counts one for a moment after it was joined."""
+    """Wait until this process has at most `most` threads, but not for ever; returns their number.
+
+    Linux lists a thread for a moment after it was joined, and says nothing when that has ended.
+    """
     give_up_at = time.monotonic() + 10
     while (found := len(os.listdir("/proc/self/task"))) > most and time.monotonic() < give_up_at:
         time.sleep(0.01)
@@ -140,10 +143,10 @@ def test_errors_that_the_program_keeps_do_not_keep_the_model(
     llm = open_llm(model, tmp_path)
     engine = type(made[0]())
 
-    def fail(*arguments: object) -> None:
+    def raise_planted_error(*arguments: object) -> None:
         raise KeyError("planted")
 
-    monkeypatch.setattr(engine, "run", fail)
+    monkeypatch.setattr(engine, "run", raise_planted_error)
     with pytest.raises(PromptsFailed, match="the engine failed: KeyError") as caught:
         llm.generate(["The baton"], PARAMS, use_tqdm=False)
     llm.close()

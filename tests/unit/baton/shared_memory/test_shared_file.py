@@ -1,4 +1,4 @@
-"""A file that goes with its last user, of which there are several in one process here."""
+"""The last user of a shared file removes it. The users in these tests are one process."""
 
 import fcntl
 import os
