@@ -5,10 +5,12 @@ library then sees a connection that the peer has closed. The guard closes no des
 owns none.
 """
 
+import errno
 import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from baton.network.connection_limits import (
 )
 from baton.process import log
 from baton.process.clock import Clock, monotonic_clock
+from baton.process.descriptors import get_descriptor_limit
 from baton.process.log_rate_limit import RateLimitedLogger
 
 _CHECK_SECONDS = 0.5  # between two checks of the number of descriptors
@@ -89,25 +92,19 @@ class ConnectionGuard:
             self._thread.join()
 
     def _run(self) -> None:
-        counted = 0.0
+        counted_at = 0.0
         pause = _CHECK_SECONDS
         while not self._stop.wait(_MIN_PAUSE_SECONDS):
             self._wake.wait(pause)
             self._wake.clear()
-            began = self._clock()
-            try:
-                crowded = len(os.listdir(_DESCRIPTOR_FOLDER)) > self._lowest_limit()
-                if crowded or began - counted >= _RECOUNT_SECONDS:
-                    counted = began
-                    self.close_excess_connections()
-            except OSError as error:
-                _log.error(
-                    "cannot enforce connection limits",
-                    descriptor_folder=_DESCRIPTOR_FOLDER,
-                    reason=error.strerror,
-                )
-                return
-            pause = max(_CHECK_SECONDS, (self._clock() - began) / _MAX_CPU_SHARE)
+            now, cpu_seconds = self._clock(), time.thread_time()
+            crowded = len(_list_descriptors()) > self._lowest_limit()
+            if crowded or now - counted_at >= _RECOUNT_SECONDS:
+                counted_at = now
+                self.close_excess_connections()
+            # CPU time, because a check waits long for a core when a flood of connections keeps
+            # the process busy, and a pause in proportion would leave the flood alone.
+            pause = max(_CHECK_SECONDS, (time.thread_time() - cpu_seconds) / _MAX_CPU_SHARE)
 
     def _lowest_limit(self) -> int:
         """Return the smallest limit. With fewer descriptors no port can exceed its limit."""
@@ -163,20 +160,40 @@ def _borrow_socket(descriptor: int) -> Iterator[socket.socket]:
         borrowed.detach()
 
 
+def _list_descriptors() -> list[int]:
+    """Return the open descriptors of this process.
+
+    The folder cannot be read when no descriptor is left, which is when connections have to be
+    closed, or without /proc. Then every number below the limit is tried.
+    """
+    try:
+        return [int(name) for name in os.listdir(_DESCRIPTOR_FOLDER)]
+    except OSError:
+        return [number for number in range(get_descriptor_limit()) if _is_open(number)]
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError as error:
+        return error.errno != errno.EBADF
+    return True
+
+
 def _list_connections(ports: set[int]) -> dict[int, list[tuple[int, str, int, bool]]]:
     """Return the connections of each of these local ports.
 
     Each is (descriptor, peer address, peer port, whether nothing was received).
     """
     found: dict[int, list[tuple[int, str, int, bool]]] = {port: [] for port in ports}
-    for name in os.listdir(_DESCRIPTOR_FOLDER):
+    for descriptor in _list_descriptors():
         try:
-            with _borrow_socket(int(name)) as sock:
+            with _borrow_socket(descriptor) as sock:
                 local = _local_port(sock)
                 if local in ports:
                     address, port = sock.getpeername()[:2]
                     found[local].append(
-                        (int(name), _without_ipv4_mapping(address), port, _is_silent(sock))
+                        (descriptor, _without_ipv4_mapping(address), port, _is_silent(sock))
                     )
         except OSError:  # not a socket, a listening one, or closed in the meantime
             continue

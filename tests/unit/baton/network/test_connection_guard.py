@@ -1,6 +1,8 @@
 """The guard on sockets that somebody else owns."""
 
+import contextlib
 import os
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -86,6 +88,38 @@ def test_guard_thread_closes_excess_connections(port: ListeningPort) -> None:
         port.connect()
     guard.check_soon()
     assert port.dialled[0].recv(1) == b""  # blocks until it has
+    guard.close()
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Lower the limit of this process, and open files up to it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 20, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(held[0]))
+        with pytest.raises(OSError, match="Too many open files"):
+            os.listdir("/proc/self/fd")
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def test_guard_thread_closes_connections_that_took_every_descriptor(port: ListeningPort) -> None:
+    guard = make_guard(port, most=1)
+    for _ in range(3):
+        port.connect()
+    with no_descriptor_left():
+        guard.check_soon()
+        assert port.dialled[0].recv(1) == b""
+    port.connect()
+    guard.check_soon()
+    assert port.dialled[1].recv(1) == b""  # the thread is still there
     guard.close()
 
 
