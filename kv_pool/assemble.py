@@ -99,15 +99,31 @@ def disk_settings(config: PoolConfig) -> DiskSettings | None:
             f"give {DISK_FOLDER_FLAG}"
         )
     folder = Path(where)
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    used = (folder / DISK_FILE_NAME).stat().st_size if (folder / DISK_FILE_NAME).exists() else 0
-    available = segments.free_bytes(existing) + used
+    used, free = _measure_disk(folder)
+    available = used + free
     size = parse_memory_size(config.pool_disk, available, "pool_disk")
     is_share = parse_memory_size(config.pool_disk, 0, "pool_disk") == 0
     if is_share and abs(size - used) <= _SIZE_TOLERANCE * size:
         # Free space varies between runs; the file's contents are worth more than a few more blocks.
         size = used
     return DiskSettings(folder=folder, size_bytes=size)
+
+
+def _measure_disk(folder: Path) -> tuple[int, int]:
+    """Bytes of the pool's file in the folder, and bytes that are free where the folder is.
+
+    The folder need not exist. Raises ConfigError if a parent cannot be searched.
+    """
+    file = folder / DISK_FILE_NAME
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        used = file.stat().st_size if file.exists() else 0
+        return used, segments.free_bytes(existing)
+    except OSError as error:
+        raise ConfigError(
+            f"the pool's disk folder {folder} cannot be used ({error.strerror}): "
+            f"give {DISK_FOLDER_FLAG} another"
+        ) from None
 
 
 class _PoolProcess:

@@ -7,7 +7,9 @@ works, and a restart never changes the model.
 
 import dataclasses
 import json
+import os
 import re
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -39,11 +41,8 @@ def with_local_model(config: _C, *, weights: bool = True) -> _C:
     if config.engine != "model":
         return config
     if not is_hub_id(config.model):
-        if config.model and not Path(config.model).is_dir():
-            raise ConfigError(
-                f"--model {config.model}: there is no such folder, and it is not a hub id",
-                param="model",
-            )
+        if config.model:
+            require_model_folder(config.model, "--model", "model")
         return config
     weights = weights and config.load_format != "dummy"
     folder = _download_from_hub(config.model, weights)
@@ -54,7 +53,29 @@ def with_local_model(config: _C, *, weights: bool = True) -> _C:
 
 def is_hub_id(model: str) -> bool:
     """Whether `model` has the form org/name and is not an existing path."""
-    return not Path(model).exists() and _HUB_ID.fullmatch(model) is not None
+    # Unlike Path.exists, this does not raise for a path whose parent cannot be searched.
+    return not os.path.exists(model) and _HUB_ID.fullmatch(model) is not None
+
+
+def require_model_folder(model: str, flag: str, param: str) -> None:
+    """Raise ConfigError, which names `flag`, unless `model` is a folder that can be read."""
+    try:
+        is_folder = stat.S_ISDIR(os.stat(model).st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        is_folder = False
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {model}: it cannot be read: {error.strerror}", param=param
+        ) from None
+    if not is_folder:
+        raise ConfigError(
+            f"{flag} {model}: there is no such folder, and it is not a hub id", param=param
+        )
+    if not os.access(model, os.R_OK | os.X_OK):
+        raise ConfigError(
+            f"{flag} {model}: it cannot be read: this user may not list and search the folder",
+            param=param,
+        )
 
 
 def _download_from_hub(name: str, weights: bool) -> Path:

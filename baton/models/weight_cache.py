@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +76,13 @@ def _default_folder(environ: Mapping[str, str]) -> Path | None:
 
 
 def _filesystem_bytes(folder: Path) -> int:
-    """Size of the file system that the folder is on, or will be created on."""
-    existing = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
-    stat = os.statvfs(existing)
-    return stat.f_blocks * stat.f_frsize
+    """Size of the file system that the folder is on, or will be created on.
+
+    If that cannot be found out, because a parent cannot be searched, it is the parent's. Whoever
+    uses the folder says that it cannot be used.
+    """
+    for path in (folder, *folder.parents):
+        with suppress(OSError):
+            stat = os.statvfs(path)
+            return stat.f_blocks * stat.f_frsize
+    return 0

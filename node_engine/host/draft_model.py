@@ -10,7 +10,7 @@ import msgspec
 
 from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError
-from baton.models.model_source import is_hub_id, with_local_model
+from baton.models.model_source import is_hub_id, require_model_folder, with_local_model
 from baton.process import log
 from baton.process.clock import monotonic_clock
 from baton.shared_memory.available_memory import measure_private_memory
@@ -48,11 +48,8 @@ def check_draft_settings(config: NodeConfig) -> None:
             " choose --speculative ngram or none",
             param="speculative",
         )
-    if not is_hub_id(config.draft_model) and not Path(config.draft_model).is_dir():
-        raise ConfigError(
-            f"--draft-model {config.draft_model}: there is no such folder, and it is not a hub id",
-            param="draft_model",
-        )
+    if not is_hub_id(config.draft_model):
+        require_model_folder(config.draft_model, "--draft-model", "draft_model")
 
 
 def build_drafter(

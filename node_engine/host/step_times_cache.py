@@ -6,12 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from baton.models.weight_cache import (
-    WeightCacheSettings,
-    invalid_folder_error,
-    require_private_folder,
-)
+from baton.models.weight_cache import WeightCacheSettings
 from baton.process import log
+from node_engine.model.loading.packed_weights.cache_folder import prepare_cache_folder
 from node_engine.model.loading.packed_weights.small_files import SmallFiles
 
 MAX_AGE_SECONDS = 86_400.0  # other work may have slowed the machine when they were measured
@@ -49,7 +46,9 @@ class StepTimesCache:
         try:
             self._files.write(self._key, json.dumps(times).encode())
         except (OSError, ValueError) as error:
-            _log_unusable(self._files.folder, error)
+            log.get_logger("engine").warning(
+                "measured steps are not cached", folder=str(self._files.folder), error=str(error)
+            )
 
 
 def open_step_times_cache(
@@ -59,14 +58,7 @@ def open_step_times_cache(
 
     Raises ConfigError if it cannot be used although somebody named it.
     """
-    if settings is None:
-        return None
-    try:
-        require_private_folder(settings.folder)
-    except OSError as error:
-        if settings.is_explicit:
-            raise invalid_folder_error(settings.folder, error) from error
-        _log_unusable(settings.folder, error)
+    if settings is None or not prepare_cache_folder(settings):
         return None
     return StepTimesCache(settings.folder, key)
 
@@ -75,9 +67,3 @@ def _parse_seconds(value: object) -> float:
     if not isinstance(value, float) or not math.isfinite(value) or value < 0.0:
         raise ValueError(f"{value!r} is no duration")
     return value
-
-
-def _log_unusable(folder: Path, error: Exception) -> None:
-    log.get_logger("engine").warning(
-        "measured steps are not cached", folder=str(folder), error=str(error)
-    )

@@ -1,6 +1,7 @@
 """Answers the requests of a file, each exactly once, also if the batch is killed and run again."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ class BatchCounts:
 
 def open_batch(source: Path, target: Path) -> tuple[BatchInput, BatchOutput, BatchCounts]:
     """Open both files and mark what is answered already. Raises ConfigError."""
-    if source.exists() and target.exists() and source.samefile(target):
+    if os.path.exists(source) and os.path.exists(target) and source.samefile(target):
         raise ConfigError(f"{source} is the input and the output: give two files")
     requests = BatchInput(source)
     output = BatchOutput(target)

@@ -1,5 +1,6 @@
 """Checks of the model: its configuration and weights, and the files of its tokenizer."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_f
 from baton.cli.common.default_model import find_default_model
 from baton.config.settings import Config
 from baton.errors import ConfigError
-from baton.models.model_source import is_hub_id
+from baton.models.model_source import is_hub_id, require_model_folder
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FIX = (
@@ -25,7 +26,7 @@ def probe_arguments(config: Config) -> list[str]:
 
 
 def is_local_model(config: Config) -> bool:
-    return config.engine == "model" and Path(config.model).is_dir() and bool(config.model)
+    return config.engine == "model" and os.path.isdir(config.model)
 
 
 def check_model(config: Config, found: Mapping[str, Any]) -> list[Finding]:
@@ -34,19 +35,14 @@ def check_model(config: Config, found: Mapping[str, Any]) -> list[Finding]:
         return [ok_finding("model", f"none: --engine {config.engine}")]
     if not config.model:
         return [check_bundled_model()]
-    if not Path(config.model).exists():
-        if is_hub_id(config.model):
-            detail = (
-                f"{config.model} is not a folder: it is downloaded from the hub at the first start"
-            )
-            return [warning_finding("model", detail, "give --model a folder to need no network")]
-        return [
-            bad_finding(
-                "model",
-                f"there is no {config.model}",
-                "give --model the path of a Hugging Face folder",
-            )
-        ]
+    if is_hub_id(config.model):
+        detail = f"{config.model} is not a folder: it is downloaded from the hub at the first start"
+        return [warning_finding("model", detail, "give --model a folder to need no network")]
+    try:
+        require_model_folder(config.model, "--model", "model")
+    except ConfigError as error:
+        fix = "give --model the path of a Hugging Face folder"
+        return [bad_finding("model", error.message, fix)]
     problem = found.get("model", "it could not be looked at: see torch")
     if problem:
         return [

@@ -257,6 +257,12 @@ def test_broken_models(model: Path, tmp_path: Path) -> None:
     assert_finding(check_model_in_process(Config(model=str(model)))[0], "bad", "no such file")
 
 
+def test_a_model_whose_folder_cannot_be_searched(tmp_path: Path) -> None:
+    # Root may search every folder, so a name that is too long stands for one that it may not.
+    config = Config(model=str(tmp_path / ("n" * 256)))
+    assert_finding(check_model_in_process(config)[0], "bad", "File name too long")
+
+
 def test_no_model_is_needed() -> None:
     assert_finding(check_model_in_process(Config(engine="paced"))[0], "ok", "paced")
     assert_finding(check_model_in_process(Config())[0], "ok", "its own")

@@ -277,6 +277,16 @@ def test_errors_of_the_command_are_one_line(
     assert text.count("\n") == 1
 
 
+def test_a_file_whose_folder_cannot_be_searched_is_one_line(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Root may search every folder, so a name that is too long stands for one that it may not.
+    assert command.main([str(source), "n" * 256, "--engine", "paced"]) == 2
+    text = capsys.readouterr().err
+    assert "File name too long" in text
+    assert text.count("\n") == 1
+
+
 def test_the_model_may_be_given_by_a_variable(
     source: Path, target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from baton.models.weight_cache import (
@@ -193,19 +194,24 @@ def open_weight_cache(settings: WeightCacheSettings | None) -> WeightCacheFolder
 
     Raises ConfigError if it cannot be used although somebody named it.
     """
-    if settings is None:
+    if settings is None or not prepare_cache_folder(settings):
         return None
+    return WeightCacheFolder(settings.folder, settings.max_bytes)
+
+
+def prepare_cache_folder(settings: WeightCacheSettings) -> bool:
+    """Create the folder if it does not exist. Returns whether it can be used; if not, logs why.
+
+    Raises ConfigError if it cannot be used although somebody named it.
+    """
     try:
-        return WeightCacheFolder(settings.folder, settings.max_bytes)
+        require_private_folder(settings.folder)
     except OSError as error:
         if settings.is_explicit:
             raise invalid_folder_error(settings.folder, error) from error
-        log.get_logger("engine").warning(
-            "packed weights are not cached: the folder cannot be used",
-            folder=str(settings.folder),
-            error=error.strerror,
-        )
-        return None
+        _warn_of_unusable_folder(settings.folder, error.strerror)
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +232,15 @@ def lock_cache_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+@cache  # one line in each process, although several parts of a node use the folder
+def _warn_of_unusable_folder(folder: Path, reason: str) -> None:
+    log.get_logger("engine").warning(
+        "packed weights and measured steps are not cached: the folder cannot be used",
+        folder=str(folder),
+        error=reason,
+    )
 
 
 def _open_unfollowed(path: Path) -> int:

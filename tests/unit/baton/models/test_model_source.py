@@ -242,3 +242,18 @@ def test_a_process_started_by_itself_resolves_and_refuses(module: str, tmp_path:
         f"error: --model {NAME}: no such folder here, and HF_HUB_OFFLINE forbids"
     )
     assert ended.stderr.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_searched_is_an_error(tmp_path: Path) -> None:
+    # Root may search every folder, so a name that is too long stands for one that it may not.
+    model = tmp_path / ("n" * 256)
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        with_local_model(Config(model=str(model)))
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match="this user may not list and search the folder"):
+        with_local_model(Config(model=str(tmp_path)))

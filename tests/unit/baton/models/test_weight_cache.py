@@ -58,3 +58,16 @@ def test_a_folder_is_created_private_and_refused_if_others_can_write(tmp_path: P
     folder.chmod(0o770)
     with pytest.raises(PermissionError, match="only its owner may write"):
         require_private_folder(folder)
+
+
+@pytest.mark.parametrize("size", ["1GiB", "0.5"])
+def test_a_home_that_cannot_be_searched_has_a_folder_all_the_same(
+    tmp_path: Path, size: str
+) -> None:
+    """Whoever opens the folder finds out, and may work without it."""
+    # Root may search every folder, so a name that is too long stands for one that it may not.
+    home = tmp_path / ("n" * 256)
+    found = resolve_weight_cache(NodeConfig(weight_cache_size=size), {"HOME": str(home)})
+    assert found is not None
+    assert found.folder == home / ".cache/baton/weights"
+    assert not found.is_explicit

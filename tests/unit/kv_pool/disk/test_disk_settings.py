@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from baton.config.settings import Config
+from baton.errors import ConfigError
 from baton.shared_memory import segment
 from kv_pool.assemble import disk_settings
 from kv_pool.disk.data_file import DISK_FILE_NAME
@@ -31,3 +32,10 @@ def test_a_share_of_the_disk_is_the_same_after_a_restart(
     terms = disk_settings(Config(pool_disk=setting, pool_disk_dir=str(tmp_path)))
     assert terms is not None
     assert terms.size_bytes == size
+
+
+def test_a_folder_that_cannot_be_searched_is_an_error(tmp_path: Path) -> None:
+    # Root may search every folder, so a name that is too long stands for one that it may not.
+    config = Config(pool_disk="0.5", pool_disk_dir=str(tmp_path / ("n" * 256)))
+    with pytest.raises(ConfigError, match=r"File name too long\): give --pool-disk-dir another"):
+        disk_settings(config)

@@ -8,6 +8,7 @@ from structlog.testing import capture_logs
 
 from baton.errors import ConfigError
 from baton.models.weight_cache import WeightCacheSettings
+from node_engine.host.step_times_cache import open_step_times_cache
 from node_engine.model.loading.packed_weights.cache_folder import (
     WeightCacheFolder,
     open_weight_cache,
@@ -209,3 +210,19 @@ def test_a_folder_that_cannot_be_used_is_an_error_only_if_it_was_named(tmp_path:
     cache = open_weight_cache(usable)
     assert cache is not None
     assert (cache.folder, cache.max_bytes) == (tmp_path / "cache", 5)
+
+
+def test_a_folder_that_cannot_be_searched_is_said_once(tmp_path: Path) -> None:
+    """Several parts of a node use it."""
+    # Root may search every folder, so a name that is too long stands for one that it may not.
+    folder = tmp_path / ("n" * 256) / "weights"
+    settings = WeightCacheSettings(folder, 1, is_explicit=False)
+    with capture_logs() as lines:
+        assert open_weight_cache(settings) is None
+        assert open_step_times_cache(settings, {}) is None
+    assert [(line["log_level"], line["error"]) for line in lines] == [
+        ("warning", "File name too long")
+    ]
+    named = dataclasses.replace(settings, is_explicit=True)
+    with pytest.raises(ConfigError, match=r"File name too long: give --weight-cache-dir"):
+        open_step_times_cache(named, {})
