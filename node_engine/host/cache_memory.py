@@ -45,7 +45,8 @@ class CacheMemory:
     def start_allocation(self, on_exhausted: Callable[[], None]) -> None:
         """Allocate the rest on a thread of its own.
 
-        `on_exhausted` is called on it if there is not enough memory for all blocks.
+        `on_exhausted` is called if there is not enough memory for all blocks: on that thread, or
+        at once if this is known already.
         """
 
         def allocate() -> None:
@@ -54,12 +55,14 @@ class CacheMemory:
             while self._is_growing():
                 FAILPOINTS.hit("cache.allocate.before")
                 self._allocate_until(self._segment.memory.allocated_bytes + 1)  # one piece
-            if self._segment.memory.max_bytes < self._segment.size_bytes:
+            if self._is_exhausted():
                 on_exhausted()
 
         if self._is_growing():
             self._thread = threading.Thread(target=allocate, name="cache-memory", daemon=True)
             self._thread.start()
+        elif self._is_exhausted():
+            on_exhausted()
 
     def stop_allocation(self) -> None:
         """End the thread, after the piece that it is allocating. Idempotent."""
@@ -70,6 +73,9 @@ class CacheMemory:
     def _is_growing(self) -> bool:
         memory = self._segment.memory
         return memory.allocated_bytes < memory.max_bytes and not self._stopping.is_set()
+
+    def _is_exhausted(self) -> bool:
+        return self._segment.memory.max_bytes < self._segment.size_bytes
 
     def _allocate_until(self, end: int) -> None:
         try:

@@ -14,6 +14,7 @@ from baton.process.cores import count_usable_cores
 from baton.shared_memory.segment import compute_host_id
 from baton.version import package_version
 from kv_kernels.native.native_library import NativeLibrary, load_library
+from node_engine.core.blocks.block_pool import BackBlocks
 from node_engine.core.scheduling.step_limits import StepLimits, with_measured_chunk
 from node_engine.core.scheduling.step_measurement import (
     MeasuredStep,
@@ -32,7 +33,8 @@ def measure_limits(
 
     Raises what `Engine.run` raises.
     """
-    measured = measure_engine(config, engine, arena.num_blocks, limits)
+    back_blocks = arena.memory.back_blocks
+    measured = measure_engine(config, engine, arena.num_blocks, back_blocks, limits)
     return measured, _choose_measured_limits(config, limits, measured)
 
 
@@ -40,14 +42,16 @@ def measure_engine(
     config: NodeConfig,
     engine: Engine,
     num_blocks: int,
+    back_blocks: BackBlocks,
     limits: StepLimits,
     clock: Clock = monotonic_clock,
 ) -> list[MeasuredStep]:
     """Time a few steps of a model on a CPU, in its empty cache, after its warm-up.
 
-    Times that an equal engine took within a day are used again; see StepTimesCache. Nothing is
-    measured on a GPU, whose limits are constants, or without a model. Raises what `Engine.run`
-    raises.
+    The blocks of a step get their memory before it is timed. Without enough memory, only shorter
+    steps are measured. Times that an equal engine took within a day are used again; see
+    StepTimesCache. Nothing is measured on a GPU, whose limits are constants, or without a model.
+    Raises what `Engine.run` raises.
     """
     if engine.compute_device.device != "cpu" or engine.model_size is None:
         return []
@@ -55,10 +59,13 @@ def measure_engine(
     found = [] if cache is None else cache.find_times()
     kept = deque(found)
 
-    def time_step(batch: StepBatch) -> float:
+    def time_step(batch: StepBatch) -> float | None:
         if kept and kept[0][0] == batch.num_tokens:
             return kept.popleft()[1]
         kept.clear()  # of other steps
+        needed = engine.layout.count_blocks(batch.num_tokens)
+        if back_blocks(needed) < needed:
+            return None
         started = clock()
         engine.run(batch)
         return clock() - started

@@ -27,7 +27,7 @@ class MeasuredStep(NamedTuple):
 
 
 def measure_steps(
-    time_step: Callable[[StepBatch], float],
+    time_step: Callable[[StepBatch], float | None],
     *,
     block_size: int,
     num_blocks: int,
@@ -35,6 +35,8 @@ def measure_steps(
     max_batched_tokens: int,
 ) -> list[MeasuredStep]:
     """Measure decode steps and chunks; `time_step` computes a step and returns its seconds.
+
+    It returns None for a step that it cannot compute, and no longer one is tried then.
 
     Chunks double from _FIRST_CHUNK_TOKENS to `max_batched_tokens`, or to what fits the cache and
     the longest context, while a step that takes twice as long as the one before leaves the total
@@ -50,6 +52,8 @@ def measure_steps(
             break
         batch = StepBatch((_make_slice(length, table),))
         seconds = time_step(batch)
+        if seconds is None:
+            break
         measured.append(MeasuredStep(batch, seconds))
         total += seconds
     return measured

@@ -71,6 +71,20 @@ def test_the_node_is_told_once_that_there_is_no_memory_left(
     assert not exhausted.acquire(blocking=False)
 
 
+def test_the_node_is_told_if_memory_ended_before_it_served(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = CacheMemory(segment, BLOCK)
+    monkeypatch.setattr(
+        segment_memory, "measure_available_memory", lambda _: AvailableMemory(0, "left", 0)
+    )
+    assert memory.back_blocks(NUM_BLOCKS) < NUM_BLOCKS
+    told: list[bool] = []
+    memory.start_allocation(lambda: told.append(True))
+    memory.stop_allocation()
+    assert told == [True]
+
+
 def test_a_node_that_stops_does_not_allocate_the_rest(segment: Segment) -> None:
     memory = CacheMemory(segment, BLOCK)
     memory.stop_allocation()

@@ -15,6 +15,7 @@ from baton.kv.blocks import KVLayout
 from baton.models.model_identity import ModelIdentity
 from baton.process.clock import FakeClock
 from kv_kernels.native.native_library import NoNativeLibrary
+from node_engine.core.blocks.block_pool import BackBlocks
 from node_engine.core.scheduling.step_limits import StepLimits
 from node_engine.core.step.engine import ComputeDevice, Engine
 from node_engine.core.step.step_batch import StepBatch
@@ -84,8 +85,13 @@ class TimedEngine:
         self.clock.advance(batch.num_tokens / 1000)
 
 
-def measure(config: NodeConfig, engine: TimedEngine, limits: StepLimits = LIMITS) -> list[Any]:
-    return measure_engine(config, cast(Engine, engine), 64, limits, engine.clock)
+def measure(
+    config: NodeConfig,
+    engine: TimedEngine,
+    limits: StepLimits = LIMITS,
+    back_blocks: BackBlocks = lambda count: 64,
+) -> list[Any]:
+    return measure_engine(config, cast(Engine, engine), 64, back_blocks, limits, engine.clock)
 
 
 @pytest.fixture
@@ -144,6 +150,22 @@ def test_other_limits_measure_what_is_not_known(config: NodeConfig) -> None:
     measured = measure(config, engine, replace(LIMITS, max_batched_tokens=100))
     assert engine.steps == [100]
     assert [step.batch.num_tokens for step in measured] == [1, 1, 64, 100]
+
+
+def test_a_step_is_measured_if_its_blocks_have_memory(config: NodeConfig) -> None:
+    """Six blocks have memory, and the others never will. Times that are known need none."""
+    engine, counts = TimedEngine(), list[int]()
+
+    def back_blocks(count: int) -> int:
+        counts.append(count)
+        return 6
+
+    measured = measure(config, engine, LIMITS, back_blocks)
+    assert [step.batch.num_tokens for step in measured] == engine.steps == [1, 1, 64]
+    assert counts == [1, 1, 4, 8]
+    again = TimedEngine()
+    assert measure(config, again)[:3] == measured
+    assert again.steps == [128]
 
 
 def test_a_named_folder_that_cannot_be_used_is_an_error(config: NodeConfig, tmp_path: Path) -> None:

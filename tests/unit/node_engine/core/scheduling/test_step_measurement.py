@@ -21,7 +21,9 @@ def machine(step_seconds: float, tokens_per_second: float) -> Callable[[StepBatc
 
 
 def measure(
-    time_step: Callable[[StepBatch], float], num_blocks: int = 1000, max_model_len: int = 4096
+    time_step: Callable[[StepBatch], float | None],
+    num_blocks: int = 1000,
+    max_model_len: int = 4096,
 ) -> list[MeasuredStep]:
     return measure_steps(
         time_step,
@@ -51,6 +53,17 @@ def test_steps_fit_the_cache_and_the_context(
     num_blocks: int, max_model_len: int, expected: list[int]
 ) -> None:
     assert lengths(measure(machine(1e-3, 1e6), num_blocks, max_model_len)) == expected
+
+
+def test_no_step_is_tried_after_one_that_cannot_be_computed() -> None:
+    tried: list[int] = []
+
+    def time_step(batch: StepBatch) -> float | None:
+        tried.append(batch.num_tokens)
+        return 1e-3 if batch.num_tokens <= 64 else None
+
+    assert lengths(measure(time_step)) == [1, 1, 64]
+    assert tried == [1, 1, 64, 128]
 
 
 @pytest.mark.parametrize("tokens_per_second", [100.0, 400.0, 2000.0, 1e5])
