@@ -5,37 +5,31 @@ to staging rows.
 """
 
 import asyncio
-import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from baton.kv.blocks import KVLayout
+from baton.process.thread_priority import lower_thread_priority
 from baton.shared_memory import segment as segments
 from baton.shared_memory.fence import ArenaFences
 from kv_pool.common.block_rows import BlockRows
 
 MEMORY_SIZE_FLAG = "--pool-memory"
-_NICE = 10  # priority of the thread that fills the memory while the nodes serve already
 
 
 async def make_store(
     folder: Path, size: int, layout: KVLayout, should_continue: Callable[[], bool]
 ) -> "SegmentStore":
     """Create a SegmentStore on a thread of low priority. Raises what SegmentStore does."""
-    executor = ThreadPoolExecutor(1, thread_name_prefix="pool-maker", initializer=_lower_priority)
+    # The thread fills the memory while the nodes serve already.
+    executor = ThreadPoolExecutor(1, "pool-maker", lower_thread_priority)
     try:
         return await asyncio.get_running_loop().run_in_executor(
             executor, SegmentStore, folder, size, layout, should_continue
         )
     finally:
         executor.shutdown(wait=False)
-
-
-def _lower_priority() -> None:
-    # On Linux this is the priority of the calling thread alone.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class SegmentStore:

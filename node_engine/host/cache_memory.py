@@ -4,17 +4,15 @@ A thread of low priority allocates it, from the first block on. The compute thre
 that thread: it allocates the memory of a block itself before it first uses the block.
 """
 
-import os
 import threading
 from collections.abc import Callable
 
 from baton.errors import ConfigError, ShuttingDown
 from baton.process import log
 from baton.process.failpoints import FAILPOINTS
+from baton.process.thread_priority import lower_thread_priority
 from baton.shared_memory.available_memory import format_size
 from baton.shared_memory.segment import Segment, round_up_segment_bytes
-
-_NICE = 10  # priority of the thread, which would otherwise slow down the first requests
 
 
 class CacheMemory:
@@ -50,8 +48,7 @@ class CacheMemory:
         """
 
         def allocate() -> None:
-            # On Linux this is the priority of the calling thread alone.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            lower_thread_priority()  # it would otherwise slow down the first requests
             while self._is_growing():
                 FAILPOINTS.hit("cache.allocate.before")
                 self._allocate_until(self._segment.memory.allocated_bytes + 1)  # one piece

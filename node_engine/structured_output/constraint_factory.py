@@ -1,6 +1,5 @@
 """Makes the grammar states of a node's sequences, on threads of its own."""
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.errors import GrammarFailed
 from baton.process import log
 from baton.process.clock import Clock
+from baton.process.thread_priority import lower_thread_priority
 from baton.structured_output.grammar_compiler import compile_grammar, load_grammar_tokenizer
 from baton.types import AttemptSpec, StructuredOutput
 from node_engine.core.sequences.stop_rules import unwanted_ends
@@ -21,7 +21,6 @@ from node_engine.structured_output.token_masks import MaskThread, PendingMask
 
 _TOKENS_AT_ONCE = 512  # about 2 ms, in which llguidance holds Python's lock
 _THREADS = 2  # so that a slow grammar does not delay all others
-_NICENESS = 10  # of these threads: grammars give way to the steps of this node
 
 
 class ConstraintFactory:
@@ -40,7 +39,8 @@ class ConstraintFactory:
 
         This takes up to half a second, in which Python's lock is held.
         """
-        self._executor = ThreadPoolExecutor(_THREADS, "grammar", _lower_thread_priority)
+        # Grammars give way to the steps of this node.
+        self._executor = ThreadPoolExecutor(_THREADS, "grammar", lower_thread_priority)
         self._load = partial(load_grammar_tokenizer, tokenizer_file, vocab_size, eos_token_ids)
         # Not one of `_executor`: a thread of low priority would keep Python's lock for longer.
         self._loader = threading.Thread(target=self._read_tokenizer, name="tokenizer", daemon=True)
@@ -148,8 +148,3 @@ class ConstraintFactory:
             'baton_grammar_lookups_total{result="miss"}': float(cache.num_misses),
             "baton_grammar_compile_seconds_total": cache.compile_seconds,
         }
-
-
-def _lower_thread_priority() -> None:
-    """Lower the priority of the calling thread, which Linux has apart from its process's."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,5 +1,6 @@
 """A node's cache that grows while the node serves."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -42,6 +43,16 @@ def test_a_thread_allocates_the_rest(segment: Segment) -> None:
             thread.join()
     assert memory.num_backed_blocks == NUM_BLOCKS
     memory.stop_allocation()
+
+
+def test_a_thread_that_may_not_change_its_priority_allocates_the_rest(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    test_a_thread_allocates_the_rest(segment)
 
 
 def test_a_block_is_allocated_at_once_while_the_thread_waits(segment: Segment) -> None:
