@@ -42,6 +42,23 @@ struct Source {
   }
 };
 
+// The largest magnitude of a row; what is not finite exceeds all that is.
+template <class T>
+float find_peak(Source<T> source, int64_t count) {
+  // Bits of magnitudes are in the order of their values, behind which those of NaN follow.
+  uint32_t peak_bits = 0;
+  for (int64_t k = 0; k < count; ++k) {
+    const float value = source.as_float(k);
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    bits &= 0x7fffffff;
+    peak_bits = bits > peak_bits ? bits : peak_bits;
+  }
+  float peak;
+  memcpy(&peak, &peak_bits, sizeof peak);
+  return peak;
+}
+
 template <class T>
 void pack_row(const KvnPack& pack, Source<T> source, int64_t panel, int64_t lane) {
   const int64_t step = count_step_values(pack.format);
@@ -62,8 +79,14 @@ void pack_row(const KvnPack& pack, Source<T> source, int64_t panel, int64_t lane
     if (pack.in % 2) out[pairs * 32] = source.as_bf16(pack.in - 1);
     return;
   }
-  float largest = kMinPeak;
-  for (int64_t k = 0; k < pack.in; ++k) largest = fmaxf(largest, fabsf(source.as_float(k)));
+  const float peak = find_peak(source, pack.in);
+  if (!isfinite(peak)) {
+    // With this scale every result of the channel is NaN. Its values stay zero, as `packed` comes.
+    pack.scales[panel * 16 + lane] = NAN;
+    pack.channel_sums[panel * 16 + lane] = 0;
+    return;
+  }
+  const float largest = fmaxf(kMinPeak, peak);
   const float scale = largest / 127.0f, inverse = 127.0f / largest;
   int8_t* out = static_cast<int8_t*>(pack.packed);
   int32_t sum = 0;

@@ -159,6 +159,24 @@ def test_value_that_is_not_finite_reaches_the_result(
     assert found[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("features", FEATURE_PARAMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 5, 63])
+def test_weight_that_is_not_finite_stays_so_in_int8(
+    features: CpuFeature, dtype: torch.dtype, value: float, place: int
+) -> None:
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[3, place] = value
+    _memory, linear = pack_matrix(Format.INT8, weight)
+    x = torch.ones(17, 64)
+    with limited_features(features):
+        found = make_model(Format.FLOAT32).multiply(linear, x)
+    assert found[:, 3].isnan().all()
+    assert Int8Linear(weight.float())(x)[:, 3].isnan().all()
+    assert found[:, [i for i in range(16) if i != 3]].isfinite().all()
+
+
 def test_int8_integers_are_those_of_the_reference() -> None:
     """With scales that are powers of two, nothing but the integers decides."""
     generator = torch.Generator().manual_seed(5)
