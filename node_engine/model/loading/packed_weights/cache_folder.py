@@ -131,7 +131,8 @@ class WeightCacheFolder:
             _write_all(fd, memory.view[len(header) : layout.image_bytes], len(header))
             path.replace(self.image_path(layout))
         except OSError as error:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # a read-only file system refuses this, too
+                path.unlink()
             logger.warning(
                 "packed weights are not cached, so the next start packs them again",
                 folder=str(self.folder),

@@ -130,6 +130,29 @@ def test_a_full_disk_leaves_no_file_and_is_said_once(
     assert [line["error"] for line in lines] == ["No space left on device"]
 
 
+def test_a_read_only_file_system_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = open_cache(tmp_path / "cache")
+    header = LAYOUT.encode_header({spec.name: "0" * 16 for spec in SPECS})
+    memory = allocate_private_image(LAYOUT)
+    open_file = os.open
+
+    def refuse(path: str | Path, flags: int, *rest: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return open_file(path, flags, *rest)
+
+    def refuse_removal(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with capture_logs() as lines, monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        patched.setattr(os, "unlink", refuse_removal)
+        assert not cache.save_image(LAYOUT, header, memory)
+    assert [line["error"] for line in lines] == ["Read-only file system"]
+
+
 def test_the_least_recently_used_images_are_dropped(tmp_path: Path) -> None:
     cache = open_cache(tmp_path / "cache", max_bytes=3 * LAYOUT.image_bytes + 100)
     foreign = cache.folder / "notes.txt"
