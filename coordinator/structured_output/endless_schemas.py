@@ -6,10 +6,13 @@ References are assumed to be endless until a value that ends is found for them: 
 as for the symbols of a grammar that derive a text.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 Schema = Any  # a JSON value
+
+_INDEX = re.compile("[0-9]{1,9}")  # of a list, in a JSON pointer
 
 
 def find_endless_reference(root: Schema) -> str | None:
@@ -85,7 +88,7 @@ def _resolve_reference(root: Schema, reference: str) -> Schema:
         name = escaped.replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping) and name in found:
             found = found[name]
-        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
+        elif isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
             found = found[int(name)]
         else:
             return True

@@ -1,5 +1,6 @@
 """Builds the engine that the settings of a node name, with its kernels and its sampler."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # torch is imported only if a model is served
     from node_engine.model.model_engine import Sampler
 
 _PACED_MAX_MODEL_LEN = 8192
+_MAX_THREADS = 4096  # more than any host has cores
 
 
 def resolve_device_type(config: NodeConfig) -> DeviceType:
@@ -119,14 +121,19 @@ def count_compute_threads(config: NodeConfig, *, shares_cores: bool) -> int:
 
     A node that does not see when the other nodes of its host compute (`shares_cores` is false) gets
     its part: with a thread per core in every node, they would slow each other down several times
-    over. Raises ConfigError unless the setting is auto or a positive number.
+    over. Raises ConfigError unless the setting is auto or a number of threads.
     """
     if config.threads == "auto":
         cores = count_usable_cores()
         return cores if shares_cores else max(1, cores // config.nodes_per_host)
-    if not config.threads.isdigit() or int(config.threads) < 1:
-        raise ConfigError(f"threads is {config.threads!r}: it must be auto or a number from 1")
-    return int(config.threads)
+    if re.fullmatch("[0-9]{1,9}", config.threads):
+        count = int(config.threads)
+        if 1 <= count <= _MAX_THREADS:
+            return count
+    raise ConfigError(
+        f"threads is {config.threads!r}: it must be auto or a number from 1 to {_MAX_THREADS}",
+        param="threads",
+    )
 
 
 @contextmanager

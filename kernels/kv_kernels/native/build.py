@@ -102,14 +102,19 @@ def is_built_from(library: Path, build_id: str) -> bool:
 def build_or_explain(
     library: Path, failure: Path, build: Callable[[Path], BuildResult] = build_library
 ) -> BuildResult | BuildError:
-    """Build `library`. A failure is written to `failure`, and no older library is left."""
+    """Build `library`. A failure is written to `failure`, and no older library is left.
+
+    Both stay as they are on a file system that cannot be written.
+    """
     try:
         result = build(library)
     except BuildError as error:
-        library.unlink(missing_ok=True)
-        failure.write_text(f"{error.reason}\n{error.output}".rstrip() + "\n")
+        with suppress(OSError):
+            library.unlink(missing_ok=True)
+            failure.write_text(f"{error.reason}\n{error.output}".rstrip() + "\n")
         return error
-    failure.unlink(missing_ok=True)
+    with suppress(OSError):
+        failure.unlink()
     return result
 
 
@@ -135,7 +140,7 @@ class _Build:
             inputs = [*map(str, objects), *self.compiler.libraries]
             exports = f"-Wl,--version-script={self.folder / sources.EXPORTS}"
             flags = [*sources.LINK_FLAGS, exports]
-            self.warnings.append(self._run([*flags, *inputs, "-o", str(new)], library.name))
+            self.warnings.append(self._run([*flags, *inputs], new, library.name))
             new.replace(library)
         except OSError as error:
             raise BuildError(f"{library} cannot be written: {error.strerror}") from error
@@ -151,7 +156,7 @@ class _Build:
         warnings = target.with_suffix(".warnings")
         if not (target.exists() and warnings.exists()):
             new = target.with_suffix(".new")
-            warnings.write_text(self._run([*flags, "-c", str(source), "-o", str(new)], source.name))
+            warnings.write_text(self._run([*flags, "-c", str(source)], new, source.name))
             new.replace(target)
         for other in self.objects.glob(f"{source.stem}.*"):
             if other not in (target, warnings):
@@ -165,8 +170,15 @@ class _Build:
             digest.update(path.read_bytes())
         return digest.hexdigest()[:16]
 
-    def _run(self, arguments: Sequence[str], what: str) -> str:
-        return run_compiler(self.compiler, arguments, what, self.environ)
+    def _run(self, arguments: Sequence[str], output: Path, what: str) -> str:
+        """Run the compiler, which writes `output`; returns its warnings. Raises BuildError."""
+        output.unlink(missing_ok=True)
+        command = [*arguments, "-o", str(output)]
+        warnings = run_compiler(self.compiler, command, what, self.environ)
+        if not output.exists():
+            name, version = self.compiler.name, self.compiler.version
+            raise BuildError(f"{name} ({version}) wrote no output for {what}", warnings)
+        return warnings
 
 
 def run_compiler(
@@ -215,9 +227,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kv_kernels.native.build", description=__doc__)
     parser.add_argument("--force", action="store_true", help="build again what is up to date")
     options = parser.parse_args(arguments)
-    if options.force:
-        sources.LIBRARY.unlink(missing_ok=True)
-    result = build_or_explain(sources.LIBRARY, sources.BUILD_FAILURE, build_incrementally)
+    library = sources.LIBRARY
+    try:
+        if options.force:
+            library.unlink(missing_ok=True)
+    except OSError as error:
+        print(f"{library} cannot be removed: {error.strerror}", file=sys.stderr)  # noqa: T201
+        return 1
+    result = build_or_explain(library, sources.BUILD_FAILURE, build_incrementally)
     if isinstance(result, BuildError):
         print(format_failure(result), file=sys.stderr)  # noqa: T201
         return 1

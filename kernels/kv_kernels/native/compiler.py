@@ -69,7 +69,10 @@ def find_installed_compiler(environ: Mapping[str, str] = os.environ) -> Compiler
     """The compiler that $CXX names, or one on the path. Raises BuildError for a wrong $CXX."""
     path = environ.get("PATH", os.defpath)
     if chosen := environ.get("CXX", "").strip():
-        command = tuple(shlex.split(chosen))
+        try:
+            command = tuple(shlex.split(chosen))
+        except ValueError as error:  # a quotation without an end
+            raise BuildError(f"CXX is {chosen!r}, and that is no command: {error}") from None
         if shutil.which(command[0], path=path) is None:
             raise BuildError(f"CXX is {chosen!r}, and there is no program {command[0]!r}")
         return Compiler(command, is_zig="ziglang" in command)

@@ -1,6 +1,8 @@
 """The build of the native kernels: what it takes for up to date, and what it says when it fails."""
 
+import errno
 import importlib.util
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -134,6 +136,58 @@ def test_failed_build_keeps_the_reason_and_no_old_library(
     assert text.endswith(build.CONSEQUENCE)
 
 
+@pytest.mark.parametrize("kind", ["source", "library"])
+def test_compiler_that_writes_nothing(
+    tmp_path: Path, folder: Path, library: Path, kind: str
+) -> None:
+    real = shutil.which(require_compiler().command[0])
+    script = (
+        f'[ "$1" = {sources.COMPILE_FLAGS[0]} ] && exec {real} "$@"' if kind == "library" else ""
+    )
+    environ = write_fake_compiler(tmp_path / "bin", f"{script}\nexit 0")
+    what = r"lib\.so" if kind == "library" else r"bf16_rate_avx512\.cpp"
+    with pytest.raises(BuildError, match=rf"\(fake 1\.0\) wrote no output for {what}"):
+        build.build_library(library, folder=folder, environ=environ)
+
+
+@pytest.fixture
+def read_only_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files can be neither removed nor written."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(Path, "write_text", refuse)
+
+
+@pytest.mark.usefixtures("read_only_disk")
+def test_results_of_a_build_on_a_read_only_disk(tmp_path: Path, library: Path) -> None:
+    current = build.BuildResult(library, "c++ 1.0", rebuilt=False)
+    failure = tmp_path / "why.txt"
+    assert build.build_or_explain(library, failure, lambda _: current) is current
+
+    def fail(_: Path) -> build.BuildResult:
+        raise BuildError("a reason")
+
+    result = build.build_or_explain(library, failure, fail)
+    assert isinstance(result, BuildError)
+    assert result.reason == "a reason"
+
+
+@pytest.mark.usefixtures("read_only_disk")
+def test_forced_build_on_a_read_only_disk(
+    tmp_path: Path,
+    library: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sources, "LIBRARY", library)
+    monkeypatch.setattr(sources, "BUILD_FAILURE", tmp_path / "why.txt")
+    assert build.main(["--force"]) == 1
+    assert f"{library} cannot be removed: Read-only file system" in capsys.readouterr().err
+
+
 def test_reason_is_gone_after_a_build_that_works(
     tmp_path: Path, folder: Path, library: Path
 ) -> None:
@@ -201,6 +255,8 @@ def test_cxx_names_the_compiler(tmp_path: Path) -> None:
     assert compiler.command == (f"{tmp_path}/c++", "-m64")
     with pytest.raises(BuildError, match="no program 'no-such-compiler'"):
         find_installed_compiler({**environ, "CXX": "no-such-compiler"})
+    with pytest.raises(BuildError, match="that is no command: No closing quotation"):
+        find_installed_compiler({**environ, "CXX": 'c++ "'})
 
 
 def test_other_machines_build_nothing(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:

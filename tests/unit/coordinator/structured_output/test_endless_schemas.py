@@ -60,6 +60,11 @@ def test_finite_schemas_are_left_alone(case: str) -> None:
     assert find_endless_reference(FINITE[case]) is None
 
 
+@pytest.mark.parametrize("index", ["²", "٣", "1", "9" * 5000, "-1", ""])
+def test_reference_to_no_item_of_a_list_is_left_alone(index: str) -> None:
+    assert find_endless_reference({"$ref": f"#/anyOf/{index}", "anyOf": [{}]}) is None
+
+
 def test_public_schemas_are_left_alone() -> None:
     """All of them have instances."""
     found = [

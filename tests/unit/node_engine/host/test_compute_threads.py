@@ -33,9 +33,11 @@ def test_threads(threads: str, nodes: int, shares_cores: bool, expected: int) ->
     assert count_compute_threads(config, shares_cores=shares_cores) == expected
 
 
-@pytest.mark.parametrize("threads", ["0", "-1", "many"])
+@pytest.mark.parametrize(
+    "threads", ["0", "-1", "many", "", "²", "٣", "4097", "4294967297", "9" * 5000]
+)
 def test_threads_that_are_no_number_are_refused(threads: str) -> None:
-    with pytest.raises(ConfigError, match=f"threads is '{threads}'"):
+    with pytest.raises(ConfigError, match=f"threads is '{threads}': .* number from 1 to 4096"):
         count_compute_threads(NodeConfig(threads=threads), shares_cores=True)
 
 
