@@ -45,7 +45,7 @@ struct Source {
 // The largest magnitude of a row; what is not finite exceeds all that is.
 template <class T>
 float find_peak(Source<T> source, int64_t count) {
-  // Bits of magnitudes are in the order of their values, behind which those of NaN follow.
+  // The bits of magnitudes have the order of their values, and NaN comes after infinity.
   uint32_t peak_bits = 0;
   for (int64_t k = 0; k < count; ++k) {
     const float value = source.as_float(k);
