@@ -8,7 +8,6 @@ from typing import cast
 from unittest.mock import Mock
 
 import pytest
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.limits import MAX_BODY_BYTES
 from baton.pb import generation_pb2 as pb
@@ -121,7 +120,9 @@ def test_a_long_head_in_one_piece_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     """As the event loop hands over what it has read: up to 256 KiB."""
     fed: list[int] = []
     bounded = bounded_protocol.BoundedHttpProtocol.__new__(bounded_protocol.BoundedHttpProtocol)
-    monkeypatch.setattr(HttpToolsProtocol, "data_received", lambda _, data: fed.append(len(data)))
+    monkeypatch.setattr(
+        bounded_protocol.BoundedHttpProtocol, "_parse", lambda _, data: fed.append(len(data))
+    )
     refused: list[str] = []
     monkeypatch.setattr(
         bounded_protocol.BoundedHttpProtocol,

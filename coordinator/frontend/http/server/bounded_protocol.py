@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from typing import Any, Protocol
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.errors import InvalidRequest
@@ -153,8 +154,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                         f"the request's head is longer than {MAX_HEAD_BYTES} bytes"
                     )
                     return
-            super().data_received(part)  # type: ignore[arg-type]  # any buffer will do
+            self._parse(part)
             unread = unread[len(part) :]
+
+    def _parse(self, data: memoryview) -> None:
+        """Feed the parser, also with what follows the head of a request to upgrade.
+
+        Such a request is answered like any other, as RFC 9110 (7.8) allows: Java's HTTP client asks
+        for h2c with every first request. The parser would skip its body, and read it as the next
+        request. So the parser gets the head once more, without the header.
+        """
+        self._unset_keepalive_if_required()
+        try:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                self.parser.feed_data(self._head_without_upgrade)
+                self.parser.feed_data(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -163,6 +181,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.scope["state"]["hang_up"] = self.transport.close
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            self._head_without_upgrade = self._format_head_without_upgrade()
+            return
         self._in_head = False
         self._head_timer.cancel()
         self._head_bytes = self._body_bytes = 0
@@ -186,12 +207,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # it begins again in _parse
         self._in_head = True
         if self._body_timer is not None:
             self._body_timer.cancel()
         if not self._is_idle():  # else it was answered before its body arrived
             self._connection_table.mark_busy(self)
         super().on_message_complete()
+
+    def _format_head_without_upgrade(self) -> bytes:
+        """Return the head that was parsed without its Upgrade headers.
+
+        Raises HttpParserError for CONNECT, which asks for a tunnel without any such header.
+        """
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":
+            raise httptools.HttpParserError("CONNECT is not supported")
+        fields = [
+            b"%b: %b\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"
+        ]
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(fields))
 
     def _is_idle(self) -> bool:
         """Whether no request is in progress."""
