@@ -36,7 +36,7 @@ async def encode_prompts(
                     limit.check_token_count(len(prompt))
             tokens = await _encode_prompt(tokenizer, prompt, limit)
             if truncation is not None:
-                tokens = truncation.truncate_prompt(tokens, request.max_tokens or 1, bounds)
+                tokens = truncation.truncate_prompt(tokens, request.reserved_output_tokens, bounds)
             # Checked here, before any time is spent on the other prompts.
             limits.check_prompt_length(len(tokens), bounds)
             encoded.append(tokens)

@@ -114,6 +114,13 @@ class GenerationRequest:
         """Whether only the prompt is returned. One token is generated, to compute the prompt."""
         return self.echo and self.max_tokens == 0
 
+    @property
+    def reserved_output_tokens(self) -> int:
+        """How many tokens of output truncation leaves room for."""
+        if self.max_tokens is not None:
+            return max(self.max_tokens, 1)
+        return max(limits.DEFAULT_MAX_TOKENS, self.min_tokens or 0)
+
 
 def check_request(request: GenerationRequest) -> None:
     """Check what can be checked before the prompts are tokenized. Raises InvalidRequest."""

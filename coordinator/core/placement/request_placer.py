@@ -84,21 +84,23 @@ class LatencyEstimator:
         )
 
     def find_deadline_error(
-        self, tokens: int, cached_tokens: int, time_left: float
+        self, tokens: int, cached_tokens: int, time_left: float, output_seconds: float = 0.0
     ) -> DeadlineExceeded | None:
-        """Return the error if the context cannot be computed in `time_left` seconds;
-        `cached_tokens` of it seem to be cached."""
+        """Return the error if the context cannot be computed in `time_left` seconds less those of
+        the output; `cached_tokens` of it seem to be cached."""
         if self._cost_model.can_prefill_within(
-            tokens - cached_tokens, cached_tokens, time_left / _OPTIMISM
+            tokens - cached_tokens, cached_tokens, (time_left - output_seconds) / _OPTIMISM
         ):
             return None
         least_seconds = _OPTIMISM * self._cost_model.fastest_prefill_seconds(
             tokens - cached_tokens, cached_tokens
         )
-        return DeadlineExceeded(
-            f"a prompt of {tokens} tokens takes {least_seconds:.3g} s at least:"
-            f" {max(time_left, 0.0):.3g} s are left for it"
-        )
+        needed = f"a prompt of {tokens} tokens takes {least_seconds:.3g} s at least"
+        left = f"{max(time_left, 0.0):.3g} s are left"
+        if output_seconds:
+            needed += f", and its output about {output_seconds:.3g} s"
+            left += ", and other requests wait for the place"
+        return DeadlineExceeded(f"{needed}: {left}")
 
 
 class RequestPlacer:
@@ -189,16 +191,18 @@ class RequestPlacer:
         also have time for its output. Caches are looked up only when the deadline is near.
         """
         tokens, time_left, request = record.context_tokens, record.deadline - now, record.request
+        output_seconds = 0.0
         if has_rivals and not record.emitted_token_ids:
-            time_left -= self._state.decode_times.predict_seconds(
+            output_seconds = self._state.decode_times.predict_seconds(
                 request.principal.tenant, request.sampling.max_tokens
             )
-        if self._latency_estimator.find_deadline_error(tokens, 0, time_left) is None:
+        find_error = self._latency_estimator.find_deadline_error
+        if find_error(tokens, 0, time_left, output_seconds) is None:
             return None
         cached_tokens = min(max(self._cached_by_node(record).values(), default=0), tokens - 1)
-        return self._latency_estimator.find_deadline_error(
-            tokens, tokens - 1 if record.prefix_holder else cached_tokens, time_left
-        )
+        if record.prefix_holder:
+            cached_tokens = tokens - 1
+        return find_error(tokens, cached_tokens, time_left, output_seconds)
 
     def make_demand(
         self, record: PlaceableRequest, *, look_up: bool = False, headroom: float = 0.0

@@ -242,6 +242,7 @@ class PlacementLoop:
         self._waiting = waiting
         self._signal = signal
         self._starter = starter
+        self._has_left_requests = False  # waiting, after the last pass
 
     def place_waiting_requests(self, now: float) -> None:
         """Admit and place whatever can be, if anything has changed since the last call."""
@@ -256,6 +257,7 @@ class PlacementLoop:
             self._admit_waiting()
         while self._waiting.queue and self._place_next(now):
             pass
+        self._has_left_requests = bool(self._waiting.queue)
 
     def _admit_waiting(self) -> None:
         for record in list(self._table.unadmitted.values()):
@@ -291,9 +293,9 @@ class PlacementLoop:
         """End the request if its deadline cannot be met; park it if no present node can hold it.
         `smallest` is the longest request that every node can hold, in tokens. Return whether either
         was done."""
-        late = self._placement.placer.find_deadline_error(
-            record, now, has_rivals=len(self._waiting.queue) > 1
-        )
+        # Requests that arrive together, such as the choices of one, may all find a place at once.
+        has_rivals = self._has_left_requests and len(self._waiting.queue) > 1
+        late = self._placement.placer.find_deadline_error(record, now, has_rivals=has_rivals)
         if late is not None:
             self._table.end_request(record, late, now)
             return True

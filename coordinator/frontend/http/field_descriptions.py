@@ -57,8 +57,9 @@ REQUEST_FIELDS = {
         "Default: no scores"
     ),
     "truncate_prompt_tokens": (
-        "Keep so many tokens of a prompt; -1 for as many as leave room for the answer. Default: "
-        "a prompt that is too long is an error"
+        "Keep so many tokens of a prompt; -1 for as many as leave room for `max_tokens`, or for "
+        f"{limits.DEFAULT_MAX_TOKENS} if it is not given. Default: a prompt that is too long is an "
+        "error"
     ),
     "truncation_side": "Where tokens are left out: `left`, the default, or `right`",
     "user": "The client's own, without effect",
@@ -156,6 +157,10 @@ REQUEST_FIELDS = {
 }
 # Of /v1/responses: bodies, and what their parts mean.
 _RESPONSES_REQUEST_FIELDS = {
+    "ResponsesRequest.stream": (
+        "Server-sent events of several types, `response.completed` or `response.incomplete` last. "
+        "Default: false"
+    ),
     "ResponsesRequest.input": "A text, or the items of a conversation, its answers among them",
     "instructions": "The first message, of the role system",
     "max_output_tokens": "Most tokens of an answer. Default: the rest of the context",

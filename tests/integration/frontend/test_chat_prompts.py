@@ -97,6 +97,9 @@ async def test_long_prompt_is_truncated_to_the_room(front: FrontendHarness) -> N
     prompt = [number % 7 for number in range(600)]
     await ask(front, "completions", prompt=prompt, max_tokens=100, truncate_prompt_tokens=-1)
     assert front.backend.requests[0].prompt_token_ids == tuple(prompt[-412:])
+    await ask(front, "completions", prompt=prompt, min_tokens=5, truncate_prompt_tokens=-1)
+    assert front.backend.requests[0].prompt_token_ids == tuple(prompt[-496:])
+    assert front.backend.requests[0].sampling.max_tokens == 16
     refused = await front.http.post(
         "/v1/completions", json={"prompt": [1], "truncate_prompt_tokens": 0}
     )

@@ -165,3 +165,37 @@ def test_auto_uses_prefill_nodes_while_there_are_any() -> None:
     writer = world.messages_to(d0, DecodeOrder)[-1].kv_writer
     assert writer is not None
     assert writer.incarnation == p0
+
+
+def make_slow_outputs_expected(
+    world: BrainHarness, prefill: Incarnation, decode: Incarnation
+) -> None:
+    """Finish a request whose output of four tokens took 30 s."""
+    world.submit(max_tokens=4)
+    key = stream_first_token(world, prefill, decode)
+    world.now += 30.0
+    for index in (1, 2, 3):
+        finish = FinishReason.LENGTH if index == 3 else None
+        world.report_token(decode, key, index, finish=finish)
+
+
+def test_requests_that_find_places_together_need_no_time_for_their_outputs(
+    world: BrainHarness, p0: Incarnation, d0: Incarnation
+) -> None:
+    make_slow_outputs_expected(world, p0, d0)
+    world.submit_all(*(world.make_request(timeout=10.0) for _ in range(3)))
+    assert world.count_placed() == 2 * 3
+
+
+def test_request_without_time_for_its_output_gives_way_to_those_that_wait() -> None:
+    world = BrainHarness()
+    prefill = world.join_node("p0", PREFILL)
+    decode = world.join_node("d0", DECODE, max_num_seqs=1)
+    make_slow_outputs_expected(world, prefill, decode)
+    world.submit()
+    hurried = world.submit(timeout=10.0)
+    patient = world.submit(timeout=60.0)
+    error = world.end_error(hurried)
+    assert isinstance(error, DeadlineExceeded)
+    assert "its output about 20 s: 10 s are left, and other requests wait" in error.message
+    assert world.end_events(patient) == []
