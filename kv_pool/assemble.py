@@ -19,7 +19,11 @@ from baton.config.memory_size import (
 from baton.config.pool_config import PoolConfig
 from baton.errors import ConfigError
 from baton.network.advertised_address import address_to_dial, with_advertised_address
-from baton.network.bind_policy import get_endpoint_host, require_key_unless_loopback
+from baton.network.bind_policy import (
+    get_endpoint_host,
+    parse_endpoint,
+    require_key_unless_loopback,
+)
 from baton.network.connection_guard import ConnectionGuard
 from baton.network.connection_limits import compute_port_limit
 from baton.network.health_port import HealthPort
@@ -58,6 +62,8 @@ async def run_pool(config: PoolConfig, stop: asyncio.Event) -> None:
         config.cluster_token,
         insecure=config.insecure,
     )
+    if config.coordinator:
+        parse_endpoint(config.coordinator, "--coordinator", "coordinator")
     folder = Path(config.segment_dir)
     segments.remove_stale_segments(folder)
     size = pool_memory_bytes(config)

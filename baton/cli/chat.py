@@ -1,6 +1,7 @@
 """`baton chat`: hold a conversation with a model on the terminal."""
 
 import contextlib
+import io
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from baton.cli.client.chat_history import ChatHistory
-from baton.cli.common.errors import CommandFailed, EndpointUnreachable
+from baton.cli.common.errors import EXIT_FAILURE, CommandFailed, EndpointUnreachable
 from baton.cli.common.options import ApiKeyOption
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -42,7 +43,8 @@ def chat(
     """Talk with the model.
 
     /reset forgets the conversation, /quit leaves, Ctrl-C stops an answer. When the context is full,
-    the oldest turns are forgotten.
+    the oldest turns are forgotten. If questions come from a pipe and one got an error, the exit
+    code is 1.
     """
     from baton.cli.client.chat_completions import ChatClient
     from baton.config.resolve import read_secret
@@ -56,9 +58,14 @@ def chat(
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing and history for input())
         print(f"{options['model']} at {url}. {CHAT_HELP}.")
-    ChatSession(
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    session = ChatSession(
         client.stream_answer, ChatHistory(system), options, "> " if on_terminal else ""
-    ).run()
+    )
+    session.run()
+    if session.has_failed and not on_terminal:
+        raise typer.Exit(EXIT_FAILURE)
 
 
 class ChatSession:
@@ -71,6 +78,7 @@ class ChatSession:
         self._conversation = conversation
         self._options = options
         self._prompt = prompt
+        self.has_failed = False  # whether a question got an error
 
     def run(self) -> None:
         """Answer questions until the input ends or the user enters /quit."""
@@ -111,18 +119,17 @@ class ChatSession:
                 self._print_answer(received)
             except KeyboardInterrupt:
                 _print_notice("stopped", after=received)
-            except ChatRefused as error:
+            except (CommandFailed, EndpointUnreachable) as error:
                 if (
-                    error.error_code == CONTEXT_FULL
+                    isinstance(error, ChatRefused)
+                    and error.error_code == CONTEXT_FULL
                     and not received
                     and self._conversation.drop_oldest_turn()
                 ):
                     _print_notice("the context is full: the oldest turn is forgotten")
                     continue
                 _print_notice(f"error: {error.message}", after=received)
-                return ""
-            except (CommandFailed, EndpointUnreachable) as error:
-                _print_notice(f"error: {error.message}", after=received)
+                self.has_failed = True
                 return ""
             return "".join(received)
 

@@ -9,14 +9,28 @@ import typer
 from baton.cli.common.errors import EXIT_INTERRUPTED
 from baton.cli.common.options import DEFAULT_ENDPOINT, ApiKeyOption, EndpointOption, JsonOption
 
-TopKOption = Annotated[int | None, typer.Option(help="Draw among so many tokens; 0 is off", min=0)]
+_MAX_TOKENS = 2**31 - 1  # what the request's fields can hold
+_MAX_SEED = 2**63 - 1
+_MAX_TIMEOUT_SECONDS = 1e6
+MaxTokensOption = Annotated[
+    int | None, typer.Option(help="Most tokens to write", min=1, max=_MAX_TOKENS)
+]
+TopKOption = Annotated[
+    int | None, typer.Option(help="Draw among so many tokens; 0 is off", min=0, max=_MAX_TOKENS)
+]
 SeedOption = Annotated[
-    int | None, typer.Option(help="Same seed, same noise: in float32 the same answer")
+    int | None,
+    typer.Option(
+        help="Same seed, same noise: in float32 the same answer", min=-_MAX_SEED, max=_MAX_SEED
+    ),
 ]
 IgnoreEosOption = Annotated[
     bool, typer.Option("--ignore-eos", help="Do not stop at the model's end token")
 ]
-TimeoutOption = Annotated[float, typer.Option(help="Seconds that the request may take", min=0.001)]
+TimeoutOption = Annotated[
+    float,
+    typer.Option(help="Seconds that the request may take", min=0.001, max=_MAX_TIMEOUT_SECONDS),
+]
 TimelineOption = Annotated[
     bool, typer.Option("--timeline", help="Then show where the time went, on stderr")
 ]
@@ -28,7 +42,7 @@ def register(app: typer.Typer) -> None:
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue")],
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to write", min=1)] = None,
+    max_tokens: MaxTokensOption = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling; 1 is off")] = None,
     top_k: TopKOption = None,

@@ -6,6 +6,7 @@ Each command has its own file and imports slow modules (grpc, uvloop) inside its
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Annotated
 
@@ -28,8 +29,8 @@ from baton.cli import (
     up,
 )
 from baton.cli.common import unavailable
-from baton.cli.common.errors import exit_code, print_error
-from baton.errors import BatonError
+from baton.cli.common.errors import EXIT_FAILURE, CommandFailed, exit_code, print_error
+from baton.errors import BatonError, ConfigError
 
 app = typer.Typer(
     name="baton",
@@ -81,15 +82,34 @@ for command in (
 
 
 def main() -> None:
-    """Run the command line. A BatonError becomes one line on standard error and its exit code."""
+    """Run the command line. An error becomes one line on standard error and its exit code."""
     try:
-        app()
+        _check_arguments(sys.argv)
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except BatonError as error:
         # If the settings cannot be resolved, only the variable tells the log format.
         print_error(
             error, as_json=sys.argv[1:2] == ["up"] and os.environ.get("BATON_LOG_FORMAT") == "json"
         )
         sys.exit(exit_code(error))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print_error(CommandFailed(f"{where}{error.strerror or error}"), as_json=False)
+        # What a full disk did not take would fail again when Python flushes it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_FAILURE)
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for an argument that is not valid UTF-8, which requests cannot have."""
+    for number, argument in enumerate(arguments):
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"argument {number} is not valid UTF-8: {argument!r}") from None
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from baton.errors import ConfigError
 
 _C = TypeVar("_C", bound=ProcessConfig)
 _FIELD_TYPES: dict[str, Any] = get_type_hints(Config, include_extras=True)
+_HEADER_SECRETS = frozenset({"api_key", "admin_token"})  # that clients send in a header
 
 
 def get_field_help(field: str) -> str:
@@ -111,9 +112,19 @@ def read_secret(value: str, field: str) -> str:
     """Return a secret: `value`, or for `@FILE` the contents of the file, stripped.
 
     Raises ConfigError if the file cannot be read, or is empty: an empty key would admit everybody.
+    Also if a header cannot hold the secret, and clients send it in one.
     """
-    if not value.startswith("@"):
-        return value
+    secret = _read_secret_file(value, field) if value.startswith("@") else value
+    if field in _HEADER_SECRETS and not (secret.isascii() and secret.isprintable()):
+        raise ConfigError(
+            f"{field} has characters that no HTTP header can hold: "
+            "give one of printable ASCII characters",
+            param=field,
+        )
+    return secret
+
+
+def _read_secret_file(value: str, field: str) -> str:
     try:
         secret = Path(value[1:]).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -141,7 +152,7 @@ def _read_config_file(path: str) -> dict[str, object]:
         return tomllib.loads(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"--config {path!r} cannot be read: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path!r} is not TOML: {error}") from None
 
 

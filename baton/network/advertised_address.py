@@ -12,8 +12,7 @@ import socket
 from typing import TypeVar
 
 from baton.config.common import MemberConfig
-from baton.errors import ConfigError
-from baton.network.bind_policy import get_endpoint_host
+from baton.network.bind_policy import get_endpoint_host, parse_endpoint
 from baton.process import log
 
 _C = TypeVar("_C", bound=MemberConfig)
@@ -35,7 +34,7 @@ async def with_advertised_address(config: _C, stop: asyncio.Event) -> _C:
         config.advertise or get_endpoint_host(config.listen) not in _WILDCARDS
     ):
         return config
-    host, port = _parse_coordinator(config.coordinator)
+    host, port = parse_endpoint(config.coordinator, "--coordinator", "coordinator")
     pause = _FIRST_PAUSE
     while not stop.is_set():
         try:
@@ -78,12 +77,3 @@ async def find_own_address(host: str, port: int) -> str:
         probe.connect(address)
         source_address = str(probe.getsockname()[0])
     return f"[{source_address}]" if ":" in source_address else source_address
-
-
-def _parse_coordinator(coordinator: str) -> tuple[str, int]:
-    host, port = get_endpoint_host(coordinator), coordinator.rpartition(":")[2]
-    if not host or not port.isdecimal():
-        raise ConfigError(
-            f"coordinator is {coordinator!r}: it must be HOST:PORT", param="coordinator"
-        )
-    return host, int(port)

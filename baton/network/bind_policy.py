@@ -1,11 +1,13 @@
 """Rules for listening without a key: only on loopback addresses."""
 
 import ipaddress
+import re
 from functools import lru_cache
 
 from baton.config.coordinator_config import CoordinatorConfig
 from baton.errors import ConfigError
 
+_MAX_PORT = 65535
 _MAX_CACHED_HOSTS = 256  # every request asks about its host and its client's address
 
 
@@ -47,6 +49,17 @@ def require_key_unless_loopback(
 def get_endpoint_host(endpoint: str) -> str:
     """Return the HOST of HOST:PORT, without the brackets of an IPv6 address."""
     return endpoint.rpartition(":")[0].strip("[]")
+
+
+def parse_endpoint(endpoint: str, flag: str, param: str = "") -> tuple[str, int]:
+    """Return host and port of HOST:PORT, the value of `flag`. Raises ConfigError."""
+    host, port = get_endpoint_host(endpoint), endpoint.rpartition(":")[2]
+    if not host or re.fullmatch("[0-9]{1,5}", port) is None or not 1 <= int(port) <= _MAX_PORT:
+        raise ConfigError(
+            f"{flag} is {endpoint!r}: it must be HOST:PORT, with a port from 1 to {_MAX_PORT}",
+            param=param or None,
+        )
+    return host, int(port)
 
 
 def check_coordinator_binds(settings: CoordinatorConfig) -> None:

@@ -27,7 +27,11 @@ from baton.models.file_digests import ModelFileDigests, compute_file_digests
 from baton.models.model_source import with_local_model
 from baton.models.weight_cache import resolve_weight_cache
 from baton.network.advertised_address import with_advertised_address
-from baton.network.bind_policy import get_endpoint_host, require_key_unless_loopback
+from baton.network.bind_policy import (
+    get_endpoint_host,
+    parse_endpoint,
+    require_key_unless_loopback,
+)
 from baton.process import log
 from baton.process.clock import monotonic_clock
 from baton.process.entry import run_process
@@ -357,6 +361,7 @@ def _check_settings(config: NodeConfig) -> None:
     resolve_weight_cache(config)
     if not config.coordinator:
         raise ConfigError("coordinator is not set: give --coordinator HOST:PORT")
+    parse_endpoint(config.coordinator, "--coordinator", "coordinator")
     require_key_unless_loopback(
         "--listen",
         get_endpoint_host(config.listen),

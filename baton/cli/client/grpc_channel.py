@@ -8,6 +8,7 @@ import grpc
 
 from baton.cli.common.errors import CommandFailed, EndpointUnreachable
 from baton.config.resolve import read_secret
+from baton.network.bind_policy import parse_endpoint
 
 CONNECT_TIMEOUT = 5.0  # seconds; for an endpoint that neither answers nor refuses
 CALL_TIMEOUT = 15.0  # seconds; for one call of an operator's command
@@ -20,8 +21,10 @@ Metadata = tuple[tuple[str, str], ...]
 def coordinator_channel(endpoint: str) -> Iterator[grpc.Channel]:
     """Yield a connected channel. Raises EndpointUnreachable at the first refused connection.
 
-    Errors of calls inside the block become CommandFailed with the server's own message.
+    Errors of calls inside the block become CommandFailed with the server's own message. Raises
+    ConfigError unless the endpoint is HOST:PORT.
     """
+    parse_endpoint(endpoint, "--endpoint")
     channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
     try:
         _wait_until_ready(channel, endpoint)

@@ -206,12 +206,21 @@ def test_oldest_turns_are_dropped_when_the_context_is_full(
     assert contents(endpoint.bodies[-1]) == ["system: s", "user: c"]
 
 
+def test_bytes_that_are_not_utf8_are_replaced(
+    endpoint: ScriptedChatEndpoint, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint.scripts = [answer("1")]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xffb\n"), "utf-8"))
+    assert run("chat", "--url", endpoint.url) == 0
+    assert contents(endpoint.bodies[-1]) == ["user: a\ufffdb"]
+
+
 def test_a_question_that_never_fits_is_an_error_and_forgotten(
     endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture
 ) -> None:
     full = refuse(400, message="prompt has 99 tokens", code="context_length_exceeded")
     endpoint.scripts = [full, answer("2")]
-    assert talk("a\nb\n") == 0
+    assert talk("a\nb\n") == 1
     assert capsys.readouterr() == ("2\n", "(error: prompt has 99 tokens)\n")
     assert contents(endpoint.bodies[-1]) == ["user: b"]
 
@@ -263,7 +272,7 @@ def test_an_error_ends_the_answer_and_not_the_conversation(
     message: str,
 ) -> None:
     endpoint.scripts = [script, answer("fine")]
-    assert talk("a\nb\n") == 0
+    assert talk("a\nb\n") == 1
     out, err = capsys.readouterr()
     assert out in ("fine\n", "half\nfine\n", "half\n\nfine\n")
     assert message in err

@@ -86,9 +86,19 @@ def test_empty_or_unreadable_secret_file_is_an_error(
     assert caught.value.param == "api_key"
 
 
-def test_bad_toml(tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["api_key", "admin_token"])
+@pytest.mark.parametrize("secret", ["clé", "a\nb", "\x7f"])
+def test_secret_that_no_header_holds_is_an_error(field: str, secret: str) -> None:
+    with pytest.raises(ConfigError, match="printable ASCII") as caught:
+        resolve_config({field: secret}, environ={})
+    assert caught.value.param == field
+    assert secret not in caught.value.message
+
+
+@pytest.mark.parametrize("content", [b"port = = 1", b'model = "\xff"'])
+def test_bad_toml(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "baton.toml"
-    file.write_text("port = = 1")
+    file.write_bytes(content)
     with pytest.raises(ConfigError, match="not TOML"):
         resolve_config({}, environ={}, file=str(file))
 
