@@ -15,7 +15,7 @@ def parse_completion(
     for choice in answer["choices"]:
         logprobs = None
         if params.logprobs is not None:
-            logprobs = list(_completion_positions(choice["logprobs"]))
+            logprobs = list(_completion_positions(choice["logprobs"], len(choice["token_ids"])))
         outputs.append(_build_output(choice, choice["text"], logprobs))
     first = answer["choices"][0]
     return _build_request_output(answer, prompt_text, first, outputs)
@@ -37,14 +37,13 @@ def parse_chat(answer: Mapping[str, Any]) -> RequestOutput:
     return _build_request_output(answer, None, answer, outputs)
 
 
-def _completion_positions(logprobs: Mapping[str, Any]) -> Iterator[LogprobsAtPosition]:
-    for token, text, logprob, top in zip(
-        logprobs["token_ids"],
-        logprobs["tokens"],
-        logprobs["token_logprobs"],
-        logprobs["top_tokens"],
-        strict=True,
-    ):
+def _completion_positions(
+    logprobs: Mapping[str, Any], num_output_tokens: int
+) -> Iterator[LogprobsAtPosition]:
+    """Yield the positions of the output. Those of an echoed prompt come before them."""
+    lists = [logprobs[name] for name in ("token_ids", "tokens", "token_logprobs", "top_tokens")]
+    positions = list(zip(*lists, strict=True))
+    for token, text, logprob, top in positions[len(positions) - num_output_tokens :]:
         yield _build_position(token, text, logprob, top)
 
 

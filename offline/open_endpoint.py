@@ -129,7 +129,7 @@ def resolve_engine_settings(
     for name in settings:
         if name not in known:
             alike = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {alike[0]}?" if alike else "docs/python-api.md lists them"
+            hint = f"did you mean {alike[0]}?" if alike else "docs/architecture.md lists them"
             raise ConfigError(f"there is no setting {name!r} of an engine: {hint}", param=name)
     given = {"log_level": "warning", **settings, "model": model}
     config = resolve_config(given, source="argument")

@@ -94,8 +94,9 @@ def build_grammar(grammar: StructuredOutput) -> str:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.CHOICE:
             choices = _decode_choices(grammar.text)
-            rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-            return LLMatcher.grammar_from_lark(f"start: {rule}")
+            texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+            # One terminal: the parser's items, which a rule has for each text, are bounded.
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         case GrammarKind.GRAMMAR:
             return LLMatcher.grammar_from_lark(to_lark(grammar.text))
         case GrammarKind.STRUCTURAL_TAG:

@@ -45,6 +45,7 @@ from coordinator.core.common.effects import (
 )
 from coordinator.core.common.timeline import Timeline
 from coordinator.core.membership.join_checks import ServedModel
+from coordinator.core.requests.table import RESTART_SECONDS
 from coordinator.generation import FinishedEvent, GenerationEvent, PromptLogprobsEvent, TokensEvent
 from coordinator.node_links.brain_factory import build_brain, effective_mode
 from coordinator.node_links.change_log import log_change, log_role_switch
@@ -237,7 +238,8 @@ class Dispatcher:
                 await self._idle.wait()
         except TimeoutError:
             error = ShuttingDown(
-                f"the cluster has stopped: {timeout_seconds:g} s had passed (--drain-timeout)"
+                f"the cluster has stopped: {timeout_seconds:g} s had passed (--drain-timeout)",
+                retry_after=RESTART_SECONDS,
             )
             for request in self.brain.list_active_requests():
                 self._cancel_request(request, error)

@@ -13,7 +13,7 @@ from coordinator.explanation_codec import explanation_to_pb
 
 MAX_CLIENT_IDS = 4096  # the most recently used ids
 MAX_REQUESTS_PER_ID = 16  # the most recent requests of one id
-_BODY_PREFIXES = ("chatcmpl-", "cmpl-")
+_BODY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 
 
 def parse_request_id(name: str) -> RequestId:

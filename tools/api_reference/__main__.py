@@ -65,7 +65,9 @@ Any of them may answer, in the place of 200, with an [ErrorBody](#object-errorbo
 GRPC_TEXT = """\
 `proto/generation.proto` is for clients, `proto/cluster.proto` for operators; stubs for Python \
 are in `baton/pb/`. A
-call's deadline is the request's. The metadata `x-request-id` is the client's own id, given back.
+call's deadline is the request's. The metadata `x-request-id` is the client's own id, given back. \
+A message of more
+than 4 MiB is refused before it is read, with RESOURCE_EXHAUSTED and without `baton-error-code`.
 """
 ERRORS_TEXT = """\
 Over HTTP they are an [ErrorBody](#object-errorbody). Over gRPC the status has the message, and \

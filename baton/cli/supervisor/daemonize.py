@@ -1,8 +1,11 @@
 """`baton up --detach`: continue in the background after all checks that need no process."""
 
 import os
+import signal
 import sys
 from pathlib import Path
+
+from baton.cli.common.errors import EXIT_INTERRUPTED
 
 _LOG_TAIL_BYTES = 4096  # end of the log that are shown after a failure
 
@@ -12,7 +15,7 @@ def daemonize(log: Path) -> None:
 
     The child's standard output goes to the caller's terminal until `close_announcement()`, its
     standard error to `log`. The parent exits with 0 once the child has announced, else with the
-    child's exit code and the end of its log.
+    child's exit code and the end of its log. Ctrl-C before that stops the child.
     """
     receiver, sender = os.pipe()
     pid = os.fork()
@@ -22,8 +25,13 @@ def daemonize(log: Path) -> None:
         _redirect(sender, log)
         return
     os.close(sender)
-    with os.fdopen(receiver, "rb") as announcement:
-        text = announcement.read()
+    try:
+        with os.fdopen(receiver, "rb") as announcement:
+            text = announcement.read()
+    except KeyboardInterrupt:
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
+        sys.exit(EXIT_INTERRUPTED)
     if text:
         sys.stdout.write(text.decode())
         sys.exit(0)

@@ -27,7 +27,12 @@ from coordinator.core.placement.interface import PlacementDecision
 from coordinator.core.placement.services import PlacementServices
 from coordinator.core.requests.attempt_trace import AttemptTrace
 from coordinator.core.requests.record import Attempt, RequestRecord, RequestState
-from coordinator.core.requests.table import ADMIT_TIMEOUT_SECONDS, ProgressClock, RequestTable
+from coordinator.core.requests.table import (
+    ADMIT_TIMEOUT_SECONDS,
+    RESTART_SECONDS,
+    ProgressClock,
+    RequestTable,
+)
 from coordinator.core.requests.waiting_requests import WaitingRequests
 
 _Flow = tuple[int, str]  # priority level and tenant
@@ -99,7 +104,9 @@ class RequestAdmitter:
         self, principal: Principal, admission: AdmissionRequest, now: float
     ) -> None:
         if self.is_draining:
-            raise ShuttingDown("the cluster is stopping and takes no new requests")
+            raise ShuttingDown(
+                "the cluster is stopping and takes no new requests", retry_after=RESTART_SECONDS
+            )
         limit = self._max_queue
         if admission.request_count > limit:
             raise InvalidRequest(

@@ -42,6 +42,7 @@ from coordinator.core.requests.record import (
 from coordinator.core.requests.waiting_requests import WaitingRequests
 
 ADMIT_TIMEOUT_SECONDS = 1.0  # how long a new request waits for nodes that can serve it
+RESTART_SECONDS = 5.0  # after which clients of a cluster that stops may try again
 
 RequestEnd = FinishReason | BatonError
 ProbeCallback = Callable[[RequestId, RequestEnd], None]

@@ -1,4 +1,4 @@
-"""Tool calls of a request that asks for them: all of the output is JSON.
+"""Tool calls of a request that asks for them: all of the output is JSON, and none of it is content.
 
 The output is constrained to be the arguments of the function that `tool_choice` names, or for
 `required` an array of `{"name": ..., "parameters": ...}`.
@@ -6,6 +6,7 @@ The output is constrained to be the arguments of the function that `tool_choice`
 
 from coordinator.text.output_parsers.call_array import CallArrayParser
 from coordinator.text.output_parsers.call_reader import ArgumentsReader
+from coordinator.text.output_parsers.deltas import OutputDelta
 from coordinator.text.output_parsers.tool_calls import WHITESPACE, ToolCallParser
 
 
@@ -30,6 +31,13 @@ class RequiredCallsParser(CallArrayParser):
     def __init__(self) -> None:
         super().__init__()
         self._state = self._read_opening
+
+    def finish(self) -> list[OutputDelta]:
+        if self._is_in_array:
+            # The output was cut off before the name of a call was complete.
+            self._call_text.clear()
+            self._held_space = ""
+        return super().finish()
 
     def _read_opening(self, text: str) -> str:
         begun = text.lstrip(WHITESPACE)

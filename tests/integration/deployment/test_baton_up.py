@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -179,6 +180,18 @@ def test_up_detached_then_down(free: dict[str, str], tmp_path: Path) -> None:
     assert (down.returncode, down.stdout) == (0, "stopped\n")
     assert run_baton("down", **free).returncode == 1
     assert run_baton("status", **free).returncode == 3
+
+
+def test_interrupted_up_leaves_nothing_in_the_background(free: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "baton.cli", "up", "--detach", "--engine", "paced"]
+    log = Path(free["BATON_STATE_DIR"], "logs", "up.log")  # of the process in the background
+    give_up_at = time.monotonic() + 60
+    with subprocess.Popen(command, env={**os.environ, **free}, cwd=ROOT) as up:
+        while not log.exists() and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+        up.send_signal(signal.SIGINT)
+        assert up.wait(timeout=60) == 130
+    assert find_pids("BATON_STATE_DIR", free["BATON_STATE_DIR"]) == []
 
 
 def test_up_reports_a_missing_model_in_one_line(free: dict[str, str], tmp_path: Path) -> None:

@@ -54,4 +54,5 @@ async def test_shutdown_finishes_short_requests_and_ends_the_rest_with_an_error(
         assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "draining"
         assert texts[1].endswith(b"data: [DONE]\n\n")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert refused.headers["retry-after"] == "5"
         assert failed.code() is grpc.StatusCode.UNAVAILABLE

@@ -4,12 +4,20 @@ from typing import Any
 
 import pytest
 
+from coordinator.text.chat_template import ChatTemplate
+from coordinator.text.tokenizer import HfTokenizer
 from tests.integration.frontend.frontend_harness import (
     MODEL_BOUNDS,
     FrontendHarness,
     running_frontend,
 )
-from tests.small_tokenizers import EOS_TOKEN, chat_tokenizer, expected_ids, hello_tokenizer
+from tests.small_tokenizers import (
+    EOS_TOKEN,
+    byte_level_tokenizer,
+    chat_tokenizer,
+    expected_ids,
+    hello_tokenizer,
+)
 
 
 async def post(front: FrontendHarness, path: str, **fields: object) -> Any:
@@ -47,6 +55,25 @@ async def test_tokenize_chat_messages() -> None:
         ):
             answer = (await post(front, "/tokenize", messages=talk, **fields)).json()
             assert tuple(answer["tokens"]) == expected_ids(rendered)
+
+
+@pytest.mark.parametrize(
+    ("choice", "rendered"), [({}, "add:a"), ({"tool_choice": "none"}, "a"), ({"tools": []}, "a")]
+)
+async def test_tokenize_shows_the_tools_of_an_answer(choice: Any, rendered: str) -> None:
+    template = ChatTemplate(
+        "{% for tool in tools or () %}{{ tool.function.name }}:{% endfor %}"
+        "{{ messages[0].content }}",
+        {},
+    )
+    tool = {"type": "function", "function": {"name": "add"}}
+    text = HfTokenizer(byte_level_tokenizer(), bos=None, template=template)
+    async with running_frontend(text=text) as front:
+        fields = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], **choice}
+        answer = (await post(front, "/tokenize", **fields)).json()
+        assert byte_level_tokenizer().decode(answer["tokens"]) == rendered
+        bad = await post(front, "/tokenize", **fields | {"tool_choice": "any"})
+        assert bad.json()["error"]["param"] == "tool_choice"
 
 
 BAD: list[tuple[str, dict[str, object], str, str]] = [

@@ -168,13 +168,16 @@ class ResponsesRequest(RequestBody, frozen=True, kw_only=True):
         names = {
             name: _PARAM_NAMES.get(shown, shown) for name, shown in request.param_names.items()
         }
-        return replace(request, param_names={"max_tokens": "max_output_tokens", **names})
+        return replace(
+            request,
+            param_names={"max_tokens": "max_output_tokens", "messages": "input", **names},
+        )
 
     def _to_chat_request(self, messages: list[ChatMessageParam]) -> ChatRequest:
         choice = self.tool_choice
         return ChatRequest(
             messages=messages,
-            tools=[_to_tool(tool) for tool in self.tools or ()],
+            tools=[_to_tool(index, tool) for index, tool in enumerate(self.tools or ())],
             tool_choice=(
                 NamedToolChoiceParam(FunctionNameParam(choice.name))
                 if isinstance(choice, ResponsesToolChoiceParam)
@@ -194,9 +197,14 @@ _SHARED_FIELDS = (
 )
 
 
-def _to_tool(tool: ResponsesToolParam) -> ToolParam:
+def _to_tool(index: int, tool: ResponsesToolParam) -> ToolParam:
+    if tool.type != "function":
+        _reject(
+            "tools",
+            f"tools[{index}] has the type {truncate_text(tool.type)!r}: only function is served",
+        )
     function = FunctionParam(tool.name, tool.description, tool.parameters, tool.strict)
-    return ToolParam(tool.type, function if tool.type == "function" else None)
+    return ToolParam(tool.type, function)
 
 
 def _to_response_format(text: TextConfig | None) -> ResponseFormat | None:

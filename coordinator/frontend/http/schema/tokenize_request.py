@@ -11,7 +11,7 @@ from coordinator.frontend.http.schema.chat_messages import (
     TemplateArguments,
     to_chat_prompt,
 )
-from coordinator.frontend.http.schema.tools import ToolParam, check_tools
+from coordinator.frontend.http.schema.tools import ToolChoiceParam, ToolParam, parse_tool_use
 from coordinator.frontend.http.schema.unsupported_fields import (
     DETOKENIZE_NO_OPS,
     TOKENIZE_NO_OPS,
@@ -33,6 +33,7 @@ class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
     tools: list[ToolParam] | None = None
+    tool_choice: ToolChoiceParam | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
@@ -48,12 +49,12 @@ class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
                     param="chat_template_kwargs",
                 )
             return self.prompt
-        check_tools(self.tools or ())
+        tool_use = parse_tool_use(self.tools, self.tool_choice, None)
         return to_chat_prompt(
             self.messages,
             self.add_generation_prompt,
             self.chat_template_kwargs,
-            tools=[tool.to_template_tool() for tool in self.tools or ()],
+            tools=tool_use.tools if tool_use else (),
             continue_final_message=self.continue_final_message,
         )
 

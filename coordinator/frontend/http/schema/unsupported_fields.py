@@ -179,7 +179,6 @@ RESPONSES_NO_OPS: NoOpValues = {
 }
 TOKENIZE_NO_OPS: NoOpValues = {
     **_TEMPLATE,
-    "tool_choice": ("none", "auto"),
     "reasoning_effort": ("none",),
 }
 DETOKENIZE_NO_OPS: NoOpValues = {"skip_special_tokens": _FALSE}

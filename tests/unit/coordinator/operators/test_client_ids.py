@@ -12,7 +12,7 @@ from coordinator.operators.client_ids import (
 )
 
 
-@pytest.mark.parametrize("name", ["ab12", "cmpl-ab12", "chatcmpl-ab12"])
+@pytest.mark.parametrize("name", ["ab12", "cmpl-ab12", "chatcmpl-ab12", "resp_ab12"])
 def test_response_body_id_resolves_to_request_id(name: str) -> None:
     assert parse_request_id(name) == "ab12"
 

@@ -54,6 +54,7 @@ ACCEPTED = {
     "states": (REGEX, "(a|b)*a(a|b){200}"),
     "long_string": (JSON, '{"type":"string","minLength":100000}'),
     "choice": (GrammarKind.CHOICE, '["a","b c","\\"\\\\é\\n/"]'),
+    "many_choices": (GrammarKind.CHOICE, json.dumps([f"no {each}" for each in range(3000)])),
     "lark": (GRAMMAR, 'start: "a" start | "b"'),
     "tags": (
         TAG,

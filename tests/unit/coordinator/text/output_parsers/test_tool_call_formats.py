@@ -125,7 +125,10 @@ def test_members_of_a_call_in_any_form(text: str, arguments: str) -> None:
 
 @pytest.mark.parametrize(("name", "text"), ONE_CALL_TEXTS)
 def test_cut_call_has_the_arguments_that_arrived(name: str, text: str) -> None:
-    """Cut anywhere, the text is content, or a call with the beginning of its arguments."""
+    """Cut anywhere, the text is content, or a call with the beginning of its arguments.
+
+    Calls that are required are all of the output, so that none of it is content.
+    """
     for end in range(len(text)):
         output = parse_text(PARSERS[name], text[:end])
         if output.calls:
@@ -134,7 +137,12 @@ def test_cut_call_has_the_arguments_that_arrived(name: str, text: str) -> None:
             assert called == "get_weather"
             assert ARGUMENTS.startswith(arguments)
         else:
-            assert output.content == text[:end]
+            assert output.content == ("" if name == "required" else text[:end])
+
+
+def test_second_required_call_that_is_cut_is_no_content() -> None:
+    output = parse_text(RequiredCallsParser, f'[{LLAMA_CALL},\n  {{"name": "get_wea')
+    assert (len(output.calls), output.content) == (1, "")
 
 
 def test_arguments_are_given_out_as_they_arrive() -> None:
