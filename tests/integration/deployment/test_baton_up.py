@@ -186,7 +186,12 @@ def test_interrupted_up_leaves_nothing_in_the_background(free: dict[str, str]) -
     command = [sys.executable, "-m", "baton.cli", "up", "--detach", "--engine", "paced"]
     log = Path(free["BATON_STATE_DIR"], "logs", "up.log")  # of the process in the background
     give_up_at = time.monotonic() + 60
-    with subprocess.Popen(command, env={**os.environ, **free}, cwd=ROOT) as up:
+
+    def heed_interrupts() -> None:  # a shell starts background processes with SIGINT ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    environ = {**os.environ, **free}
+    with subprocess.Popen(command, env=environ, cwd=ROOT, preexec_fn=heed_interrupts) as up:
         while not log.exists() and time.monotonic() < give_up_at:
             time.sleep(0.01)
         up.send_signal(signal.SIGINT)
