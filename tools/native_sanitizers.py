@@ -22,7 +22,8 @@ RUN_TIMEOUT = 600.0  # seconds
 _NOT_TESTED = frozenset({"allocation.cpp"})  # the sanitizers have their own new and delete
 _FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-std=c++17", "-pthread", "-Wall", "-Wextra")
 _OPTIONS = {
-    "ASAN_OPTIONS": "detect_stack_use_after_return=1",
+    # With this check, frames of GCC 12 are aligned to 32 bytes only, and stores expect 64.
+    "ASAN_OPTIONS": "detect_stack_use_after_return=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "second_deadlock_stack=1",
 }

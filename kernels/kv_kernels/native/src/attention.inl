@@ -10,12 +10,14 @@ struct AttentionScratch {
   // Rows whose scores are computed and used before those of the next: they stay in the L1 cache.
   static constexpr int64_t kRowsAtOnce =
       kvn::round_up(2 * kTileRows, MatrixPlan<Dot>::Type::kRowsPerBlock);
+  // Blocks of such rows whose scores and weights there is memory for.
+  static constexpr int64_t kBlocks = MatrixPlan<Dot>::Type::kHasTileAttention ? 2 : 1;
   typename Dot::X* query;     // [rows][query_stride]
   typename Dot::W* keys;      // [key panels][query steps][16][kStep]
   typename Dot::W* values;    // [value panels][key steps][16][kStep]
-  typename Dot::X* weights;   // [kRowsAtOnce][kKeyGroup], exp(score - maximum)
-  float* scores;              // [kRowsAtOnce][kKeyGroup]
-  float* sums;                // [rows][head_dim], rounded up
+  typename Dot::X* weights;   // [kBlocks][kRowsAtOnce][kKeyGroup], relative to the maximum
+  float* scores;              // [kBlocks][kRowsAtOnce][kKeyGroup]
+  float* sums;                // [rows][head_dim], both rounded up
   float* maxima;              // [rows]
   float* totals;              // [rows][16], of the weights, by their place in a vector
   float* decays;              // [rows], of earlier sums in this group
@@ -37,18 +39,19 @@ struct AttentionScratch {
     using X = typename Dot::X;
     using W = typename Dot::W;
     const int64_t row_size = sizeof(X), size = sizeof(W), stride = query_stride(head_dim);
-    const int64_t whole_rows = kvn::round_up(rows, 2 * kTileRows);  // what tiles read
+    const int64_t whole_rows = kvn::round_up(rows, 2 * kTileRows);  // what tiles read and store
+    const int64_t block_scores = kBlocks * kRowsAtOnce * kvn::kKeyGroup;
     query = reinterpret_cast<X*>(take(whole_rows * stride * row_size));
     keys = reinterpret_cast<W*>(take(kvn::kKeyGroup * stride * size));
     values = reinterpret_cast<W*>(take(kvn::kKeyGroup * sum_stride(head_dim) * size));
-    weights = reinterpret_cast<X*>(take(kRowsAtOnce * kvn::kKeyGroup * row_size));
-    scores = reinterpret_cast<float*>(take(kRowsAtOnce * kvn::kKeyGroup * 4));
-    sums = reinterpret_cast<float*>(take(rows * sum_stride(head_dim) * 4));
+    weights = reinterpret_cast<X*>(take(block_scores * row_size));
+    scores = reinterpret_cast<float*>(take(block_scores * 4));
+    sums = reinterpret_cast<float*>(take(whole_rows * sum_stride(head_dim) * 4));
     maxima = reinterpret_cast<float*>(take(rows * 4));
     totals = reinterpret_cast<float*>(take(rows * 64));
     decays = reinterpret_cast<float*>(take(rows * 4));
     decoded = reinterpret_cast<W*>(take(kvn::kKeyGroup * sum_stride(head_dim) * size));
-    if (!MatrixPlan<Dot>::Type::kHasKeyRowAttention) return used;
+    if (!MatrixPlan<Dot>::Type::kHasTileAttention) return used;
     packed_queries = reinterpret_cast<W*>(take(kTileRows * stride * size));
     key_scores = reinterpret_cast<float*>(take(kTileRows * kvn::kKeyGroup * 4));
     return used;
@@ -192,23 +195,25 @@ static void pack_values(const char* const* rows, int64_t dim, int64_t num_keys,
     });
 }
 
-// Turn the scores of one row into weights; the first `begin` keys and those from `end` on are
-// hidden from it. Scores and weights are those of rows from `first` on.
+// Set scores of a row to minus infinity: those of the first `begin` keys, and from `end` on.
+static inline void hide_keys(float* scores, int64_t num_keys, int64_t begin, int64_t end) {
+  const auto clamp = [](int64_t lane) {
+    return static_cast<int>(lane < 0 ? 0 : lane > 16 ? 16 : lane);
+  };
+  for (int64_t i = 0; i < num_keys; i += 16)
+    store(scores + i, keep_lanes(load(scores + i), clamp(begin - i), clamp(end - i)));
+}
+
+// Turn the scores of one row into weights, 2^(exponent_scale * (score - maximum)). The first `begin`
+// keys and those from `end` on are hidden from it. Scores and weights are those of rows from
+// `first` on.
 template <class Dot>
 static inline void weigh_row(AttentionScratch<Dot>& scratch, int64_t row, int64_t first,
-                             int64_t num_keys, int64_t begin, int64_t end, float scale) {
+                             int64_t num_keys, int64_t begin, int64_t end, float exponent_scale) {
   float* scores = scratch.scores + (row - first) * kvn::kKeyGroup;
+  if (begin > 0 || end < num_keys) hide_keys(scores, num_keys, begin, end);
   F16 largest = set1(-__builtin_inff());
-  for (int64_t i = 0; i < num_keys; i += 16) {
-    F16 score = mul(load(scores + i), set1(scale));
-    if (i < begin || i + 16 > end) {
-      const int64_t from = begin - i, to = end - i;
-      score = keep_lanes(score, static_cast<int>(from < 0 ? 0 : from > 16 ? 16 : from),
-                         static_cast<int>(to < 0 ? 0 : to > 16 ? 16 : to));
-    }
-    store(scores + i, score);
-    largest = max(largest, score);
-  }
+  for (int64_t i = 0; i < num_keys; i += 16) largest = max(largest, load(scores + i));
   const float before = scratch.maxima[row];
   const bool is_larger = any_greater(largest, set1(before));  // rarely, after some groups
   const float found = is_larger ? reduce_max(largest) : before;
@@ -216,14 +221,15 @@ static inline void weigh_row(AttentionScratch<Dot>& scratch, int64_t row, int64_
   const float origin = maximum == -__builtin_inff() ? 0.0f : maximum;
   F16 total = zero();
   for (int64_t i = 0; i < num_keys; i += 16) {
-    const F16 weight = exp_nonpositive(sub(load(scores + i), set1(origin)));
+    const F16 weight =
+        exp2_nonpositive(mul(sub(load(scores + i), set1(origin)), set1(exponent_scale)));
     total = add(total, weight);
     Numbers<Dot>::store(scratch.weights + (row - first) * kvn::kKeyGroup + i, weight);
   }
   float decay = 1.0f;
   if (is_larger) {
     alignas(64) float lanes[16];
-    store(lanes, exp_nonpositive(set1(before - origin)));
+    store(lanes, exp2_nonpositive(set1((before - origin) * exponent_scale)));
     decay = lanes[0];
   }
   scratch.decays[row] = decay;
@@ -237,13 +243,19 @@ template <class Dot, class AfterRow>
 static void weigh_rows(const AttentionTask& task, int64_t group, int64_t num_keys, int64_t first,
                        int64_t count, AttentionScratch<Dot>& scratch, AfterRow&& after_row) {
   const int64_t heads_per_kv = task.heads_per_kv(), window = task.window();
-  const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(task.context.model.head_dim));
+  constexpr float kLog2E = 1.44269504088896341f;  // exp(x) is 2^(x log2(e))
+  const float exponent_scale =
+      kLog2E / __builtin_sqrtf(static_cast<float>(task.context.model.head_dim));
+  int64_t head = first % heads_per_kv, position = task.tile.position + first / heads_per_kv;
   for (int64_t row = first; row < first + count; ++row) {
-    const int64_t position = task.tile.position + row / heads_per_kv;
     const int64_t visible_from = window > 0 ? position + 1 - window : 0;
     weigh_row<Dot>(scratch, row, first, num_keys, visible_from - group, position + 1 - group,
-                   scale);
+                   exponent_scale);
     after_row();
+    if (++head == heads_per_kv) {
+      head = 0;
+      ++position;
+    }
   }
 }
 
@@ -267,25 +279,14 @@ static void add_values(const Plan& plan, int64_t dim, int64_t num_keys, int64_t 
                 });
 }
 
-// Attend one group of keys, from position `group` on. `keys` and `values` are their rows.
+// Attend a packed group of keys for all rows of a task.
 template <class Dot>
-static void attend_group(const AttentionTask& task, int64_t group, const char* const* keys,
-                         const char* const* values, AttentionScratch<Dot>& scratch,
-                         typename MatrixPlan<Dot>::Type::Registers& registers) {
-  using Plan = typename MatrixPlan<Dot>::Type;
-  const KvnContext& context = task.context;
-  const int64_t dim = context.model.head_dim, rows = task.rows(), left = task.end() - group;
-  // How many keys there are depends on the step. Those that no query sees have the weight 0, so
-  // that they change nothing, as long as the sums of the others are in the same order.
-  const int64_t num_keys =
-      kvn::round_up(left < kvn::kKeyGroup ? left : kvn::kKeyGroup, Plan::kKeyMultiple);
+static void attend_rows(const AttentionTask& task, int64_t group, int64_t num_keys,
+                        AttentionScratch<Dot>& scratch,
+                        typename MatrixPlan<Dot>::Type::Registers& registers) {
+  const int64_t dim = task.context.model.head_dim, rows = task.rows();
   const int64_t stride = AttentionScratch<Dot>::query_stride(dim);
-  const char* decoded[kvn::kKeyGroup];
-  pack_keys<Dot>(decode_rows<Dot>(context, keys, num_keys, scratch, decoded), dim, num_keys / 16,
-                 scratch);
-  pack_values(decode_rows<Dot>(context, values, num_keys, scratch, decoded), dim, num_keys,
-              scratch);
-  const Plan plan = Plan::unpacked(rows);
+  const auto plan = MatrixPlan<Dot>::Type::unpacked(rows);
   constexpr int64_t kRows = AttentionScratch<Dot>::kRowsAtOnce;
   for (int64_t first = 0; first < rows; first += kRows) {
     const int64_t count = rows - first < kRows ? rows - first : kRows;
@@ -300,6 +301,35 @@ static void attend_group(const AttentionTask& task, int64_t group, const char* c
                   });
     weigh_rows(task, group, num_keys, first, count, scratch, [] {});
     add_values(plan, dim, num_keys, first, count, scratch, registers);
+  }
+}
+
+namespace {
+template <class Dot>
+class RowBlockAttention;  // attention_amx.inl
+}
+
+// Attend one group of keys, from position `group` on. `keys` and `values` are their rows.
+template <class Dot>
+static void attend_group(const AttentionTask& task, int64_t group, const char* const* keys,
+                         const char* const* values, AttentionScratch<Dot>& scratch,
+                         typename MatrixPlan<Dot>::Type::Registers& registers) {
+  using Plan = typename MatrixPlan<Dot>::Type;
+  const KvnContext& context = task.context;
+  const int64_t dim = context.model.head_dim, left = task.end() - group;
+  // How many keys there are depends on the step. Those that no query sees have the weight 0, so
+  // that they change nothing, as long as the sums of the others are in the same order.
+  const int64_t num_keys =
+      kvn::round_up(left < kvn::kKeyGroup ? left : kvn::kKeyGroup, Plan::kKeyMultiple);
+  const char* decoded[kvn::kKeyGroup];
+  pack_keys<Dot>(decode_rows<Dot>(context, keys, num_keys, scratch, decoded), dim, num_keys / 16,
+                 scratch);
+  pack_values(decode_rows<Dot>(context, values, num_keys, scratch, decoded), dim, num_keys,
+              scratch);
+  if constexpr (Plan::kHasTileAttention) {
+    RowBlockAttention<Dot>(task, scratch, registers, group, num_keys).attend();
+  } else {
+    attend_rows<Dot>(task, group, num_keys, scratch, registers);
   }
 }
 
@@ -380,7 +410,7 @@ static void attend_tile(const AttentionTask& task, int64_t out_row, char* memory
   start_queries(task, scratch);
   typename Plan::Registers registers;
   bool by_key_rows = false;
-  if constexpr (Plan::kHasKeyRowAttention) {
+  if constexpr (Plan::kHasTileAttention) {
     by_key_rows = KeyRowAttention<Dot>::is_chosen(task);
     if (by_key_rows) KeyRowAttention<Dot>(task, scratch, registers).attend();
   }

@@ -1,13 +1,125 @@
-// Attention for up to 16 query rows by AMX, as decode steps have it. Included after attention.inl.
+// Attention by AMX. Included after attention.inl.
 //
-// Keys are the rows of tiles, so that they are multiplied where they lie in the cache; the queries
-// are packed instead. Products and their order are those of attend_groups: finite results are the
-// same bit for bit. What was stored can be loaded into a tile only after a while, so that the next
+// The products of a group of keys are added to the sums of earlier groups in the tile registers, in
+// the same order for any number of query rows: finite results of prompts and of decode steps are the
+// same bit for bit. What was stored can be loaded into a tile only after a while, so that something
+// else is computed between a row's weights and their product with the values.
+namespace {  // so that its functions are of this file alone
+
+// Multiply the sums of earlier groups by what is left of them, where a row's maximum has grown.
+template <class Dot>
+void scale_sums(AttentionScratch<Dot>& scratch, int64_t dim, int64_t first, int64_t count) {
+  const int64_t stride = AttentionScratch<Dot>::sum_stride(dim);
+  for (int64_t row = first; row < first + count; ++row) {
+    if (scratch.decays[row] == 1.0f) continue;
+    const F16 decay = set1(scratch.decays[row]);
+    for (float* sums = scratch.sums + row * stride; sums < scratch.sums + (row + 1) * stride;
+         sums += 16)
+      store(sums, mul(load(sums), decay));
+  }
+}
+
+// Add weighted values to the sums of `count` rows from `first` on, for some panels of dimensions.
+template <class Dot>
+void add_weighted_values(const AttentionScratch<Dot>& scratch, int64_t dim, int64_t num_keys,
+                         int64_t first, int64_t count, int64_t first_panel, int64_t num_panels,
+                         TileRegisters& registers) {
+  const int64_t stride = AttentionScratch<Dot>::sum_stride(dim);
+  constexpr int64_t kPanelValues = kvn::kKeyGroup * 16;
+  TilePlan<Dot>::template multiply_few_rows<true>(
+      scratch.weights, kvn::kKeyGroup, count, scratch.values + first_panel * kPanelValues,
+      kPanelValues, num_panels, num_keys / Dot::kStep,
+      scratch.sums + first * stride + first_panel * 16, stride, registers);
+}
+
+// Attends a packed group of keys for the rows of a task, in blocks. While vector instructions
+// compute the weights of a block, tiles are multiplied for the blocks before and after it, a few at
+// a time, so that a core does both at once.
+template <class Dot>
+class RowBlockAttention {
+ public:
+  RowBlockAttention(const AttentionTask& task, const AttentionScratch<Dot>& scratch,
+                    TileRegisters& registers, int64_t group, int64_t num_keys)
+      : task_(task), registers_(registers), group_(group), num_keys_(num_keys),
+        scratch_{scratch, scratch} {
+    scratch_[1].scores += kRows * kvn::kKeyGroup;
+    scratch_[1].weights += kRows * kvn::kKeyGroup;
+  }
+
+  void attend() {
+    const int64_t blocks = kvn::divide_up(task_.rows(), kRows);
+    for (int64_t part = 0; part < count_score_parts(0); ++part) compute_scores(0, part);
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t adding = block > 0 ? count_value_parts(block - 1) : 0;
+      const int64_t parts = adding + (block + 1 < blocks ? count_score_parts(block + 1) : 0);
+      int64_t part = 0;
+      const auto compute_part = [&] {
+        if (part < adding) {
+          add_values(block - 1, part);
+        } else {
+          compute_scores(block + 1, part - adding);
+        }
+        ++part;
+      };
+      const int64_t count = count_rows(block);
+      int64_t row = 0;
+      weigh_rows(task_, group_, num_keys_, block * kRows, count, scratch_[block % 2], [&] {
+        if (++row * (parts + 1) > (part + 1) * count && part < parts) compute_part();
+      });
+      while (part < parts) compute_part();
+      scale_sums(scratch_[0], dim_, block * kRows, count);
+    }
+    for (int64_t part = 0; part < count_value_parts(blocks - 1); ++part)
+      add_values(blocks - 1, part);
+  }
+
+ private:
+  static constexpr int64_t kRows = AttentionScratch<Dot>::kRowsAtOnce;
+
+  int64_t count_rows(int64_t block) const {
+    const int64_t left = task_.rows() - block * kRows;
+    return left < kRows ? left : kRows;
+  }
+  // Panels that a block is multiplied by at once.
+  int64_t part_panels(int64_t block) const { return count_rows(block) > kTileRows ? 2 : 4; }
+  int64_t count_score_parts(int64_t block) const {
+    return kvn::divide_up(num_keys_ / 16, part_panels(block));
+  }
+  int64_t count_value_parts(int64_t block) const {
+    return kvn::divide_up(sum_stride_ / 16, part_panels(block));
+  }
+
+  void compute_scores(int64_t block, int64_t part) {
+    const int64_t at_once = part_panels(block), panel = part * at_once;
+    const int64_t left = num_keys_ / 16 - panel, panel_values = query_stride_ * 16;
+    const AttentionScratch<Dot>& scratch = scratch_[block % 2];
+    TilePlan<Dot>::template multiply_few_rows<false>(
+        scratch.query + block * kRows * query_stride_, query_stride_, count_rows(block),
+        scratch.keys + panel * panel_values, panel_values, left < at_once ? left : at_once,
+        query_stride_ / Dot::kStep, scratch.scores + panel * 16, kvn::kKeyGroup, registers_);
+  }
+
+  void add_values(int64_t block, int64_t part) {
+    const int64_t at_once = part_panels(block), panel = part * at_once;
+    const int64_t left = sum_stride_ / 16 - panel;
+    add_weighted_values(scratch_[block % 2], dim_, num_keys_, block * kRows, count_rows(block),
+                        panel, left < at_once ? left : at_once, registers_);
+  }
+
+  const AttentionTask& task_;
+  TileRegisters& registers_;
+  const int64_t group_, num_keys_;
+  AttentionScratch<Dot> scratch_[2];  // of even and odd blocks
+  const int64_t dim_ = task_.context.model.head_dim;
+  const int64_t query_stride_ = AttentionScratch<Dot>::query_stride(dim_);
+  const int64_t sum_stride_ = AttentionScratch<Dot>::sum_stride(dim_);
+};
+
+// Attention for up to 16 query rows, as decode steps have it: keys are the rows of tiles, so that
+// they are multiplied where they lie in the cache, and the queries are packed instead. The next
 // group's scores are computed between a group's weights and their product with the values. A core
 // can fetch only so many lines before it waits for the first of them, so that a later group is
 // fetched a few lines at a time, while something is computed.
-namespace {  // so that its functions are of this file alone
-
 template <class Dot>
 class KeyRowAttention {
  public:
@@ -42,7 +154,6 @@ class KeyRowAttention {
     }
     pack_queries();
     score_keys(begin);
-    const auto plan = MatrixPlan<Dot>::Type::padded(rows);
     for (int64_t group = begin; group < task_.end(); group += kvn::kKeyGroup) {
       const int64_t num_keys = count_key_panels(group) * kTileRows;
       start_prefetch(group + kGroupsAhead * kvn::kKeyGroup);
@@ -51,8 +162,10 @@ class KeyRowAttention {
       weigh_rows(task_, group, num_keys, 0, rows, scratch_, [&] {
         for (int64_t part = 0; part < kTileRows; part += rows) prefetch_lines();
       });
+      scale_sums(scratch_, dim_, 0, rows);
       if (group + kvn::kKeyGroup < task_.end()) score_keys(group + kvn::kKeyGroup);
-      add_values(plan, dim_, num_keys, 0, rows, scratch_, registers_);
+      add_weighted_values(scratch_, dim_, num_keys, 0, rows, 0,
+                          AttentionScratch<Dot>::sum_stride(dim_) / 16, registers_);
       while (prefetch_lines()) {}
     }
     restore_dimensions();

@@ -108,7 +108,7 @@ struct VectorPlan {
   bool are_rows_packed = false;
 
   static constexpr int64_t kKeyMultiple = 16;  // of the keys that attention multiplies at once
-  static constexpr bool kHasKeyRowAttention = false;
+  static constexpr bool kHasTileAttention = false;  // only in attention_amx.inl
   static constexpr int64_t kRowsPerBlock = kBlockedRows;
   static constexpr int64_t kRowBlockBytes = ISA::kRowBlockBytes;
   // Rows of a pass at most.
@@ -242,6 +242,21 @@ static inline F16 exp_nonpositive(F16 x) {
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p, mul(r, r), add(r, set1(1.0f)));
   return zero_below(x, -87.0f, scale_by_power(p, n));
+}
+
+// 2^x for x <= 0, within 2.1 ulp of it and exact for whole numbers; 0 below -126, NaN for NaN. The
+// polynomial is the one of degree 5 that is 1 at 0 with the least greatest relative error on
+// [-1/2, 1/2], before its coefficients are rounded.
+static inline F16 exp2_nonpositive(F16 x) {
+  const F16 n = round_to_even(x);
+  const F16 r = sub(x, n);
+  F16 p = set1(1.32647273e-3f);
+  p = fma(p, r, set1(9.67151299e-3f));
+  p = fma(p, r, set1(5.55073358e-2f));
+  p = fma(p, r, set1(2.40222424e-1f));
+  p = fma(p, r, set1(6.93147004e-1f));
+  p = fma(p, r, set1(1.0f));
+  return zero_below(x, -126.0f, scale_by_power(p, n));
 }
 
 // gate * up / (1 + exp(-gate))

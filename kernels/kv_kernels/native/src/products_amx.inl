@@ -291,6 +291,65 @@ static void multiply_compact_tiles(const typename Dot::X* x, ptrdiff_t row_strid
   }
 }
 #undef KVN_ROW_TILE_PRODUCT
+
+// Products of T whole tiles of rows, 1 or 2, with panels of whole tiles. They are stored as
+// out[row][panel][16] or, if kAdds, added to what is there, in the order of the steps.
+template <class Dot, int T, bool kAdds>
+static void multiply_whole_tiles(const typename Dot::X* x, ptrdiff_t row_stride,
+                                 const typename Dot::W* weights, ptrdiff_t panel_stride,
+                                 int64_t num_panels, int64_t steps, typename Dot::Out* out,
+                                 ptrdiff_t out_stride, TileRegisters& registers) {
+  constexpr int64_t kTileValues = kTileSteps * Dot::kStep;  // of one row or channel
+  constexpr int kSums = 4, kPanels = kSums / T;
+  const size_t x_bytes = static_cast<size_t>(row_stride) * sizeof(*x);
+  const size_t out_bytes = static_cast<size_t>(out_stride) * sizeof(*out);
+  registers.configure_whole_tiles();
+  complete_stores(x);
+  for (int64_t panel = 0; panel < num_panels; panel += kPanels) {
+    const typename Dot::W* w[kPanels];
+    typename Dot::Out* sums[kSums];
+    for (int c = 0; c < kPanels; ++c) {
+      // In place of panels that are missing, the last one is computed again: the same is stored.
+      const int64_t index = panel + c < num_panels ? panel + c : num_panels - 1;
+      w[c] = weights + index * panel_stride;
+      for (int t = 0; t < T; ++t)
+        sums[t * kPanels + c] = out + t * kTileRows * out_stride + index * 16;
+    }
+    if constexpr (kAdds) {
+      _tile_loadd(0, sums[0], out_bytes);
+      _tile_loadd(1, sums[1], out_bytes);
+      _tile_loadd(2, sums[2], out_bytes);
+      _tile_loadd(3, sums[3], out_bytes);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int64_t at = 0; at < steps * Dot::kStep; at += kTileValues) {
+      _tile_loadd(4, x + at, x_bytes);
+      _tile_loadd(6, w[0] + at * 16, 64);
+      KVN_TILE_PRODUCT(0, 4, 6);
+      _tile_loadd(7, w[1] + at * 16, 64);
+      KVN_TILE_PRODUCT(1, 4, 7);
+      if constexpr (T == 2) {
+        _tile_loadd(5, x + kTileRows * row_stride + at, x_bytes);
+        KVN_TILE_PRODUCT(2, 5, 6);
+        KVN_TILE_PRODUCT(3, 5, 7);
+      } else {
+        _tile_loadd(5, w[2] + at * 16, 64);
+        KVN_TILE_PRODUCT(2, 4, 5);
+        _tile_loadd(6, w[3] + at * 16, 64);
+        KVN_TILE_PRODUCT(3, 4, 6);
+      }
+    }
+    _tile_stored(0, sums[0], out_bytes);
+    _tile_stored(1, sums[1], out_bytes);
+    _tile_stored(2, sums[2], out_bytes);
+    _tile_stored(3, sums[3], out_bytes);
+  }
+  complete_stores(out);
+}
 #undef KVN_TILE_PRODUCT
 
 // As VectorPlan: one tile of rows by four panels, two to four by one, or two by two.
@@ -300,7 +359,6 @@ struct TilePlan {
   int64_t rows_at_once;
   int panels_at_once;
   bool are_rows_tiled;
-  bool are_rows_padded = false;  // to a whole tile, whose other rows are ignored
 
   static constexpr int64_t kRowsPerBlock = 2 * kTileRows;
   static constexpr int64_t kPassRows = 4 * kTileRows;
@@ -311,21 +369,25 @@ struct TilePlan {
   static bool is_tiled(int64_t rows) { return rows > kTileRows; }
 
   static constexpr int64_t kKeyMultiple = 16 * Dot::kStep;
-  static constexpr bool kHasKeyRowAttention = Dot::kStep == 2;  // attention_amx.inl
+  static constexpr bool kHasTileAttention = Dot::kStep == 2;  // attention_amx.inl
   static TilePlan unpacked(int64_t rows) {
     return rows <= kTileRows ? TilePlan{rows, 4, false} : TilePlan{kRowsPerBlock, 2, false};
   }
   static TilePlan packed(int64_t rows) { return unpacked(rows); }
-  // For up to 16 rows, with memory for 16 of them and for 64 sums of a panel's row.
-  static TilePlan padded(int64_t rows) {
-    TilePlan plan = unpacked(rows);
-    plan.are_rows_padded = true;
-    return plan;
-  }
   static TilePlan tiled(int64_t rows) {
     return is_single_pass(rows) ? TilePlan{rows, 1, true} : TilePlan{kRowsPerBlock, 2, true};
   }
   static bool expands_in_passes(int64_t rows) { return rows <= 2 * kPassRows; }
+
+  // As multiply_whole_tiles, for up to 32 rows. 16 or 32 of them are read and stored.
+  template <bool kAdds>
+  static void multiply_few_rows(const typename Dot::X* x, ptrdiff_t stride, int64_t rows,
+                                const typename Dot::W* weights, ptrdiff_t panel_stride,
+                                int64_t num_panels, int64_t steps, typename Dot::Out* out,
+                                ptrdiff_t out_stride, TileRegisters& registers) {
+    (rows <= kTileRows ? multiply_whole_tiles<Dot, 1, kAdds> : multiply_whole_tiles<Dot, 2, kAdds>)(
+        x, stride, weights, panel_stride, num_panels, steps, out, out_stride, registers);
+  }
 
   void multiply_rows(const typename Dot::X* x, ptrdiff_t stride,
                      const typename Dot::W* const* panels, int64_t steps, int count,
@@ -350,8 +412,7 @@ struct TilePlan {
     } else if (count <= kMaxVectorRows) {
       TileChooser<Dot, kMaxVectorRows>::single_pass(count)(x, stride, panels, steps, sums);
     } else {
-      const int computed = are_rows_padded ? kTileRows : count;
-      multiply_in_tiles<Dot, 1, 4, false>(x, stride, panels, steps, computed, sums, registers, {});
+      multiply_in_tiles<Dot, 1, 4, false>(x, stride, panels, steps, count, sums, registers, {});
     }
   }
 };
