@@ -24,7 +24,7 @@ struct AttentionShape {
 constexpr AttentionShape kOddShape = {46, 2, 10, 5};
 // With AMX, up to 16 rows of these are multiplied by keys where they lie.
 constexpr AttentionShape kTileShapes[] = {
-    {14, 2, 64, 16, 200}, {16, 1, 96, 48, 230}, {2, 2, 32, 64, 250}};
+    {14, 2, 64, 16, 200}, {16, 1, 96, 48, 230}, {2, 2, 32, 64, 250}, {2, 2, 64, 32, 250}};
 
 // Each makes the library choose other kernels, if the CPU has their instructions.
 constexpr uint32_t kFeatureSets[] = {~0u, KVN_AVX512_ALL, KVN_AVX512_VNNI_ALL, KVN_AVX2};
@@ -215,7 +215,8 @@ void check_sequences(int32_t format, int32_t matrix_format, bool has_bias, bool 
   }
 }
 
-// Chunks of one to three tokens behind hundreds, with whole and partial panels of keys.
+// Chunks of one to three tokens, and of 33, behind hundreds, with whole and partial panels of keys.
+// With 33 rows, more tiles are multiplied beside the last row than one at a time.
 void check_few_queries_behind_many_keys(const AttentionShape& shape) {
   TestModel test(KVN_BFLOAT16, KVN_BFLOAT16, false, shape);
   std::vector<char> arena = make_arena(shape, 2);
@@ -232,6 +233,8 @@ void check_few_queries_behind_many_keys(const AttentionShape& shape) {
       found = run_step(context, {{0, begin, count}}, false);
     }
     CHECK(found == whole);
+    run_step(context, {{0, 0, length - 33}}, false);
+    CHECK(run_step(context, {{0, length - 33, 33}}, false) == whole);
   }
   kvn_destroy(context);
 }

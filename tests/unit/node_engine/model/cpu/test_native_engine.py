@@ -141,6 +141,8 @@ def test_scores_do_not_depend_on_how_many_keys_a_chunk_has(features: CpuFeature)
         prompt = make_prompt(192, seed)
         whole = compute_prompt_logprobs(bound, prompt, len(prompt))
         assert compute_prompt_logprobs(bound, prompt, BLOCK_SIZE) == whole
+    # With AMX, more tiles are multiplied beside the last of 33 rows than one at a time.
+    assert compute_prompt_logprobs(bound, prompt, 33) == whole
 
 
 @pytest.mark.parametrize("windows", [(None, None), (20, 200)], ids=["all keys", "windows"])
