@@ -352,7 +352,8 @@ static void multiply_whole_tiles(const typename Dot::X* x, ptrdiff_t row_stride,
 }
 #undef KVN_TILE_PRODUCT
 
-// As VectorPlan: one tile of rows by four panels, two to four by one, or two by two.
+// As VectorPlan: one tile of rows by four panels, or tiled rows: two to four tiles by one panel, or
+// two by two.
 template <class Dot>
 struct TilePlan {
   using Registers = TileRegisters;
@@ -370,9 +371,7 @@ struct TilePlan {
 
   static constexpr int64_t kKeyMultiple = 16 * Dot::kStep;
   static constexpr bool kHasTileAttention = Dot::kStep == 2;  // attention_amx.inl
-  static TilePlan unpacked(int64_t rows) {
-    return rows <= kTileRows ? TilePlan{rows, 4, false} : TilePlan{kRowsPerBlock, 2, false};
-  }
+  static TilePlan unpacked(int64_t rows) { return {rows, 4, false}; }  // rows that are not tiled
   static TilePlan packed(int64_t rows) { return unpacked(rows); }
   static TilePlan tiled(int64_t rows) {
     return is_single_pass(rows) ? TilePlan{rows, 1, true} : TilePlan{kRowsPerBlock, 2, true};
@@ -405,10 +404,6 @@ struct TilePlan {
       (count > kTileRows ? multiply_in_tiles<Dot, 2, 2, true> : multiply_in_tiles<Dot, 1, 2, true>)(
           x, stride, panels, steps, count, sums, registers,
           WeightFetch::for_pass(pass, steps / kTileSteps));
-    } else if (panels_at_once == 2) {
-      // All rows of both tiles, also if there are fewer: to change the tiles' shape takes longer.
-      multiply_in_tiles<Dot, 2, 2, false>(x, stride, panels, steps, kRowsPerBlock, sums, registers,
-                                          {});
     } else if (count <= kMaxVectorRows) {
       TileChooser<Dot, kMaxVectorRows>::single_pass(count)(x, stride, panels, steps, sums);
     } else {
