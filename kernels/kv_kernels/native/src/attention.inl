@@ -10,13 +10,13 @@ struct AttentionScratch {
   // Rows whose scores are computed and used before those of the next: they stay in the L1 cache.
   static constexpr int64_t kRowsAtOnce =
       kvn::round_up(2 * kTileRows, MatrixPlan<Dot>::Type::kRowsPerBlock);
-  // Blocks of such rows whose scores and weights there is memory for.
+  // Blocks of kRowsAtOnce rows that have scores and weights at a time.
   static constexpr int64_t kBlocks = MatrixPlan<Dot>::Type::kHasTileAttention ? 2 : 1;
   typename Dot::X* query;     // [rows][query_stride]
   typename Dot::W* keys;      // [key panels][query steps][16][kStep]
   typename Dot::W* values;    // [value panels][key steps][16][kStep]
-  typename Dot::X* weights;   // [kBlocks][kRowsAtOnce][kKeyGroup], relative to the maximum
-  float* scores;              // [kBlocks][kRowsAtOnce][kKeyGroup]
+  typename Dot::X* weights;   // [kBlocks][kRowsAtOnce][kKeyGroup], 1 for a row's maximum
+  float* scores;              // [kBlocks][kRowsAtOnce][kKeyGroup], not scaled
   float* sums;                // [rows][head_dim], both rounded up
   float* maxima;              // [rows]
   float* totals;              // [rows][16], of the weights, by their place in a vector
@@ -39,7 +39,7 @@ struct AttentionScratch {
     using X = typename Dot::X;
     using W = typename Dot::W;
     const int64_t row_size = sizeof(X), size = sizeof(W), stride = query_stride(head_dim);
-    const int64_t whole_rows = kvn::round_up(rows, 2 * kTileRows);  // what tiles read and store
+    const int64_t whole_rows = kvn::round_up(rows, 2 * kTileRows);  // tiles read and store whole ones
     const int64_t block_scores = kBlocks * kRowsAtOnce * kvn::kKeyGroup;
     query = reinterpret_cast<X*>(take(whole_rows * stride * row_size));
     keys = reinterpret_cast<W*>(take(kvn::kKeyGroup * stride * size));
@@ -204,9 +204,9 @@ static inline void hide_keys(float* scores, int64_t num_keys, int64_t begin, int
     store(scores + i, keep_lanes(load(scores + i), clamp(begin - i), clamp(end - i)));
 }
 
-// Turn the scores of one row into weights, 2^(exponent_scale * (score - maximum)). The first `begin`
-// keys and those from `end` on are hidden from it. Scores and weights are those of rows from
-// `first` on.
+// Turn the scores of one row into weights, 2^(exponent_scale * (score - maximum)). exponent_scale is
+// positive, so that the maximum is that of the unscaled scores. The first `begin` keys and those from
+// `end` on are hidden from the row. Scores and weights are those of rows from `first` on.
 template <class Dot>
 static inline void weigh_row(AttentionScratch<Dot>& scratch, int64_t row, int64_t first,
                              int64_t num_keys, int64_t begin, int64_t end, float exponent_scale) {
@@ -279,7 +279,7 @@ static void add_values(const Plan& plan, int64_t dim, int64_t num_keys, int64_t 
                 });
 }
 
-// Attend a packed group of keys for all rows of a task.
+// Attend a packed group of keys for all rows of a task, by vector instructions.
 template <class Dot>
 static void attend_rows(const AttentionTask& task, int64_t group, int64_t num_keys,
                         AttentionScratch<Dot>& scratch,

@@ -6,7 +6,7 @@
 // else is computed between a row's weights and their product with the values.
 namespace {  // so that its functions are of this file alone
 
-// Multiply the sums of earlier groups by what is left of them, where a row's maximum has grown.
+// Multiply the sums of earlier groups by their decay, in rows whose maximum has grown.
 template <class Dot>
 void scale_sums(AttentionScratch<Dot>& scratch, int64_t dim, int64_t first, int64_t count) {
   const int64_t stride = AttentionScratch<Dot>::sum_stride(dim);
@@ -34,7 +34,8 @@ void add_weighted_values(const AttentionScratch<Dot>& scratch, int64_t dim, int6
 
 // Attends a packed group of keys for the rows of a task, in blocks. While vector instructions
 // compute the weights of a block, tiles are multiplied for the blocks before and after it, a few at
-// a time, so that a core does both at once.
+// a time, so that a core does both at once. A row's sums are scaled before its block's values are
+// added, and scores of block b + 1 replace those of b - 1, whose weights are still being read.
 template <class Dot>
 class RowBlockAttention {
  public:
@@ -48,29 +49,30 @@ class RowBlockAttention {
 
   void attend() {
     const int64_t blocks = kvn::divide_up(task_.rows(), kRows);
-    for (int64_t part = 0; part < count_score_parts(0); ++part) compute_scores(0, part);
+    for (int64_t part = 0; part < count_score_parts(0); ++part) compute_score_part(0, part);
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t adding = block > 0 ? count_value_parts(block - 1) : 0;
       const int64_t parts = adding + (block + 1 < blocks ? count_score_parts(block + 1) : 0);
       int64_t part = 0;
       const auto compute_part = [&] {
         if (part < adding) {
-          add_values(block - 1, part);
+          add_value_part(block - 1, part);
         } else {
-          compute_scores(block + 1, part - adding);
+          compute_score_part(block + 1, part - adding);
         }
         ++part;
       };
       const int64_t count = count_rows(block);
       int64_t row = 0;
       weigh_rows(task_, group_, num_keys_, block * kRows, count, scratch_[block % 2], [&] {
+        // The parts are spread evenly over the rows.
         if (++row * (parts + 1) > (part + 1) * count && part < parts) compute_part();
       });
       while (part < parts) compute_part();
       scale_sums(scratch_[0], dim_, block * kRows, count);
     }
     for (int64_t part = 0; part < count_value_parts(blocks - 1); ++part)
-      add_values(blocks - 1, part);
+      add_value_part(blocks - 1, part);
   }
 
  private:
@@ -80,7 +82,7 @@ class RowBlockAttention {
     const int64_t left = task_.rows() - block * kRows;
     return left < kRows ? left : kRows;
   }
-  // Panels that a block is multiplied by at once.
+  // Panels of one part, so that its sums fill the four tile registers for sums.
   int64_t part_panels(int64_t block) const { return count_rows(block) > kTileRows ? 2 : 4; }
   int64_t count_score_parts(int64_t block) const {
     return kvn::divide_up(num_keys_ / 16, part_panels(block));
@@ -89,7 +91,7 @@ class RowBlockAttention {
     return kvn::divide_up(sum_stride_ / 16, part_panels(block));
   }
 
-  void compute_scores(int64_t block, int64_t part) {
+  void compute_score_part(int64_t block, int64_t part) {
     const int64_t at_once = part_panels(block), panel = part * at_once;
     const int64_t left = num_keys_ / 16 - panel, panel_values = query_stride_ * 16;
     const AttentionScratch<Dot>& scratch = scratch_[block % 2];
@@ -99,7 +101,7 @@ class RowBlockAttention {
         query_stride_ / Dot::kStep, scratch.scores + panel * 16, kvn::kKeyGroup, registers_);
   }
 
-  void add_values(int64_t block, int64_t part) {
+  void add_value_part(int64_t block, int64_t part) {
     const int64_t at_once = part_panels(block), panel = part * at_once;
     const int64_t left = sum_stride_ / 16 - panel;
     add_weighted_values(scratch_[block % 2], dim_, num_keys_, block * kRows, count_rows(block),
@@ -109,7 +111,7 @@ class RowBlockAttention {
   const AttentionTask& task_;
   TileRegisters& registers_;
   const int64_t group_, num_keys_;
-  AttentionScratch<Dot> scratch_[2];  // of even and odd blocks
+  AttentionScratch<Dot> scratch_[2];  // of even and odd blocks, which differ in scores and weights
   const int64_t dim_ = task_.context.model.head_dim;
   const int64_t query_stride_ = AttentionScratch<Dot>::query_stride(dim_);
   const int64_t sum_stride_ = AttentionScratch<Dot>::sum_stride(dim_);

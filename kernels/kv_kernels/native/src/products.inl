@@ -245,8 +245,8 @@ static inline F16 exp_nonpositive(F16 x) {
 }
 
 // 2^x for x <= 0, within 2.1 ulp of it and exact for whole numbers; 0 below -126, NaN for NaN. The
-// polynomial is the one of degree 5 that is 1 at 0 with the least greatest relative error on
-// [-1/2, 1/2], before its coefficients are rounded.
+// coefficients are those of the minimax polynomial of degree 5 (relative error, 1 at 0) on
+// [-1/2, 1/2], rounded to float32.
 static inline F16 exp2_nonpositive(F16 x) {
   const F16 n = round_to_even(x);
   const F16 r = sub(x, n);

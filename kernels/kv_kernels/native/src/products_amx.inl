@@ -292,8 +292,8 @@ static void multiply_compact_tiles(const typename Dot::X* x, ptrdiff_t row_strid
 }
 #undef KVN_ROW_TILE_PRODUCT
 
-// Products of T whole tiles of rows, 1 or 2, with panels of whole tiles. They are stored as
-// out[row][panel][16] or, if kAdds, added to what is there, in the order of the steps.
+// Products of T whole tiles of rows, 1 or 2, with panels of whole tiles. Those of a row are stored at
+// out + row * out_stride + panel * 16 or, if kAdds, added to what is there in the order of the steps.
 template <class Dot, int T, bool kAdds>
 static void multiply_whole_tiles(const typename Dot::X* x, ptrdiff_t row_stride,
                                  const typename Dot::W* weights, ptrdiff_t panel_stride,
@@ -309,7 +309,8 @@ static void multiply_whole_tiles(const typename Dot::X* x, ptrdiff_t row_stride,
     const typename Dot::W* w[kPanels];
     typename Dot::Out* sums[kSums];
     for (int c = 0; c < kPanels; ++c) {
-      // In place of panels that are missing, the last one is computed again: the same is stored.
+      // In place of panels that are missing, the last one is computed again: the same is stored. It
+      // is one of the same pass, so that nothing is added twice.
       const int64_t index = panel + c < num_panels ? panel + c : num_panels - 1;
       w[c] = weights + index * panel_stride;
       for (int t = 0; t < T; ++t)
@@ -378,7 +379,8 @@ struct TilePlan {
   }
   static bool expands_in_passes(int64_t rows) { return rows <= 2 * kPassRows; }
 
-  // As multiply_whole_tiles, for up to 32 rows. 16 or 32 of them are read and stored.
+  // As multiply_whole_tiles, for up to 32 rows. There must be memory for 16 or 32: all are read and
+  // stored.
   template <bool kAdds>
   static void multiply_few_rows(const typename Dot::X* x, ptrdiff_t stride, int64_t rows,
                                 const typename Dot::W* weights, ptrdiff_t panel_stride,

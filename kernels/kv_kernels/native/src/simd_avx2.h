@@ -68,7 +68,7 @@ static inline __m256 scale_half(__m256 a, __m256 n) {
       _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   return _mm256_mul_ps(a, _mm256_castsi256_ps(exponent));
 }
-// a * 2^n, n integral, in [-126, 127]; any number for other n
+// a * 2^n, n integral, in [-126, 127]; unspecified for other n
 static inline F16 scale_by_power(F16 a, F16 n) {
   return {scale_half(a.lo, n.lo), scale_half(a.hi, n.hi)};
 }

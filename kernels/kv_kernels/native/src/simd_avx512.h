@@ -41,7 +41,7 @@ static inline float reduce_max(F16 a) { return _mm512_reduce_max_ps(a.v); }
 static inline bool any_greater(F16 a, F16 b) {
   return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ) != 0;
 }
-// a * 2^n, n integral, in range
+// a * 2^n, n integral, in [-126, 127]; unspecified for other n
 static inline F16 scale_by_power(F16 a, F16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 // 0 where x < bound, else `a`
 static inline F16 zero_below(F16 x, float bound, F16 a) {
