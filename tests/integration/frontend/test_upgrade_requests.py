@@ -55,6 +55,19 @@ async def test_body_and_the_next_request_are_read(request_bytes: bytes, sent_at_
         writer.close()
 
 
+async def test_several_of_them_may_arrive_together() -> None:
+    async with running_frontend() as front:
+        answer_with_length_limit(front)
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
+        async with asyncio.timeout(30):
+            writer.write(with_length(BODY) + in_chunks(BODY) + with_length(BODY) + NEXT)
+            for _ in range(3):
+                answer = await reader.readuntil(b'"token_ids":[2]')
+                assert answer.count(b"HTTP/1.1 200 OK") == 1
+            await reader.readuntil(b"model_not_found")
+        writer.close()
+
+
 async def test_body_is_not_read_as_a_request() -> None:
     async with running_frontend() as front:
         reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)

@@ -166,11 +166,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """
         self._unset_keepalive_if_required()
         try:
-            try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:
-                self.parser.feed_data(self._head_without_upgrade)
-                self.parser.feed_data(data[upgrade.args[0] :])
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    break
+                except httptools.HttpParserUpgrade as upgrade:
+                    self.parser.feed_data(self._head_without_upgrade)
+                    data = data[upgrade.args[0] :]  # a body, and perhaps more requests
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
 
