@@ -88,7 +88,8 @@ def main() -> None:
         try:
             app()
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # None if the caller has closed it
+                sys.stdout.flush()
     except BatonError as error:
         # If the settings cannot be resolved, only the variable tells the log format.
         print_error(
@@ -98,8 +99,9 @@ def main() -> None:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         print_error(CommandFailed(f"{where}{error.strerror or error}"), as_json=False)
-        # What a full disk did not take would fail again when Python flushes it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if sys.stdout is not None:
+            # What a full disk did not take would fail again when Python flushes it at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILURE)
 
 

@@ -63,3 +63,9 @@ def test_full_disk_is_one_line(
             [*command, *options], stdout=full, stderr=subprocess.PIPE, timeout=60, text=True
         )
     assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+
+
+def test_closed_output_is_no_error() -> None:
+    command = ["sh", "-c", 'exec "$0" -m baton.cli --version >&-', sys.executable]
+    done = subprocess.run(command, stderr=subprocess.PIPE, timeout=60, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
