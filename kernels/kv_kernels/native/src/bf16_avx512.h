@@ -17,9 +17,12 @@ struct DotBF16 {
   using W = uint16_t;
   using Out = float;
   static constexpr int kStep = 2;
+  static constexpr int kParts = 1;
   using Acc = __m512;
   static inline Acc zero() { return _mm512_setzero_ps(); }
+  template <int kPart = 0>
   static inline __m512i load_weights(const W* w) { return _mm512_loadu_si512(w); }
+  template <int kPart = 0>
   static inline __m512i broadcast(const X* x, ptrdiff_t = 1) {
     int32_t pair;
     __builtin_memcpy(&pair, x, sizeof pair);

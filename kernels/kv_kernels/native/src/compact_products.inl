@@ -46,11 +46,10 @@ template <int R, bool kIsPacked>
 static void multiply_compact_tile(const DotBF16::X* x, ptrdiff_t row_stride, const char* panel,
                                   int64_t in, DotBF16::Out* out) {  // [R][16]
   using Dot = DotBF16;
-  constexpr int kWordValues = 4 / sizeof(*x);
   alignas(64) uint16_t weights[kvn::kBlockWeights];
-  typename Dot::Acc acc[R];
+  typename Dot::Acc acc[R][1];
 #pragma GCC unroll 24
-  for (int r = 0; r < R; ++r) acc[r] = Dot::zero();
+  for (int r = 0; r < R; ++r) acc[r][0] = Dot::zero();
   CompactReader reader(panel, in);
   const int64_t steps = kvn::divide_up(in, Dot::kStep);
   for (int64_t first = 0; first < steps; first += kvn::kBlockSteps) {
@@ -59,18 +58,13 @@ static void multiply_compact_tile(const DotBF16::X* x, ptrdiff_t row_stride, con
     const int64_t count = left < kvn::kBlockSteps ? left : kvn::kBlockSteps;
     const Dot::X* inputs = x + first * Dot::kStep * (kIsPacked ? R : 1);
     for (int64_t k = 0; k < count; ++k) {
-      const auto step = Dot::load_weights(weights + k * 16 * Dot::kStep);
-      const Dot::X* at = inputs + k * Dot::kStep * (kIsPacked ? R : 1);
-#pragma GCC unroll 24
-      for (int r = 0; r < R; ++r)
-        acc[r] = Dot::accumulate(acc[r],
-                                 Dot::broadcast(at + r * (kIsPacked ? kWordValues : row_stride),
-                                                kIsPacked ? R * kWordValues : kWordValues),
-                                 step);
+      const Dot::W* at = weights + k * 16 * Dot::kStep;
+      add_step<Dot, R, 1, kIsPacked>(acc, inputs + k * Dot::kStep * (kIsPacked ? R : 1), row_stride,
+                                     &at);
     }
   }
 #pragma GCC unroll 24
-  for (int r = 0; r < R; ++r) Dot::store(out + r * 16, acc[r]);
+  for (int r = 0; r < R; ++r) Dot::store(out + r * 16, acc[r][0]);
 }
 
 using CompactTileFunction = void (*)(const DotBF16::X*, ptrdiff_t, const char*, int64_t,

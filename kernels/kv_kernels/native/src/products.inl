@@ -10,12 +10,36 @@ static inline constexpr int64_t prefetch_bytes(int panels) {
   return panels >= 4 ? 1024 : panels >= 2 ? 4096 : 8192;
 }
 
+// Add a part of a step, and those that follow it. Registers hold only the weights of one part, so
+// that they have room for the sums of more rows.
+template <class Dot, int R, int C, bool kIsPacked, int kPart = 0>
+static inline void add_step(typename Dot::Acc (&acc)[R][C], const typename Dot::X* inputs,
+                            ptrdiff_t row_stride, const typename Dot::W* const* panels) {
+  constexpr int kWordValues = 4 / sizeof(*inputs);  // of a row
+  // Nothing is loaded before the last part ends: the compiler would spill sums for it.
+  if (kPart > 0) asm volatile("" ::: "memory");
+  decltype(Dot::template load_weights<kPart>(panels[0])) weights[C];
+#pragma GCC unroll 4
+  for (int c = 0; c < C; ++c) {
+    weights[c] = Dot::template load_weights<kPart>(panels[c]);
+  }
+#pragma GCC unroll 24
+  for (int r = 0; r < R; ++r) {
+    const auto value =
+        Dot::template broadcast<kPart>(inputs + r * (kIsPacked ? kWordValues : row_stride),
+                                       kIsPacked ? R * kWordValues : kWordValues);
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) acc[r][c] = Dot::accumulate(acc[r][c], value, weights[c]);
+  }
+  if constexpr (kPart + 1 < Dot::kParts)
+    add_step<Dot, R, C, kIsPacked, kPart + 1>(acc, inputs, row_stride, panels);
+}
+
 // Rows are [R][row_stride], or as pack_rows has them.
 template <class Dot, int R, int C, bool kIsPacked>
 static void multiply_tile(const typename Dot::X* x, ptrdiff_t row_stride,
                           const typename Dot::W* const* panels, int64_t steps,
                           typename Dot::Out* out) {  // [R][C][16]
-  constexpr int kWordValues = 4 / sizeof(*x);  // of a row
   typename Dot::Acc acc[R][C];
   const typename Dot::W* w[C];
 #pragma GCC unroll 24
@@ -25,21 +49,13 @@ static void multiply_tile(const typename Dot::X* x, ptrdiff_t row_stride,
 #pragma GCC unroll 4
   for (int c = 0; c < C; ++c) w[c] = panels[c];
   for (int64_t k = 0; k < steps; ++k) {
-    decltype(Dot::load_weights(w[0])) weights[C];
+    const typename Dot::W* at[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
-      const typename Dot::W* at = w[c] + k * 16 * Dot::kStep;
-      weights[c] = Dot::load_weights(at);
-      _mm_prefetch(reinterpret_cast<const char*>(at) + prefetch_bytes(C), _MM_HINT_T1);
+      at[c] = w[c] + k * 16 * Dot::kStep;
+      _mm_prefetch(reinterpret_cast<const char*>(at[c]) + prefetch_bytes(C), _MM_HINT_T1);
     }
-    const typename Dot::X* inputs = x + k * Dot::kStep * (kIsPacked ? R : 1);
-#pragma GCC unroll 24
-    for (int r = 0; r < R; ++r) {
-      const auto value = Dot::broadcast(inputs + r * (kIsPacked ? kWordValues : row_stride),
-                                        kIsPacked ? R * kWordValues : kWordValues);
-#pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) acc[r][c] = Dot::accumulate(acc[r][c], value, weights[c]);
-    }
+    add_step<Dot, R, C, kIsPacked>(acc, x + k * Dot::kStep * (kIsPacked ? R : 1), row_stride, at);
   }
 #pragma GCC unroll 24
   for (int r = 0; r < R; ++r)

@@ -98,16 +98,18 @@ static inline F16 load_bf16_first(const uint16_t* p, int n) {
   __builtin_memcpy(values, p, sizeof(uint16_t) * static_cast<size_t>(n));
   return load_bf16(values);
 }
-// Round to nearest even; what is not a number stays so.
-static inline __m128i narrow_half(__m256 a) {
+// Round to bfloat16, to nearest even, in the upper half of each word; what is not a number stays so.
+static inline __m256i round_half(__m256 a) {
   const __m256i bits = _mm256_castps_si256(a);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded =
       _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   const __m256 is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
-  const __m256i chosen = _mm256_blendv_epi8(
-      rounded, _mm256_or_si256(bits, _mm256_set1_epi32(0x400000)), _mm256_castps_si256(is_nan));
-  const __m256i words = _mm256_srli_epi32(chosen, 16);
+  return _mm256_blendv_epi8(rounded, _mm256_or_si256(bits, _mm256_set1_epi32(0x400000)),
+                            _mm256_castps_si256(is_nan));
+}
+static inline __m128i narrow_half(__m256 a) {
+  const __m256i words = _mm256_srli_epi32(round_half(a), 16);
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
   return _mm256_castsi256_si128(packed);
 }
@@ -119,6 +121,20 @@ static inline void store_bf16_first(uint16_t* p, F16 a, int n) {
   uint16_t values[16];
   store_bf16(values, a);
   __builtin_memcpy(p, values, sizeof(uint16_t) * static_cast<size_t>(n));
+}
+
+// Rows hold numbers of bfloat16 in float32, so that no product has to widen them again.
+static inline F16 load_bf16(const float* p) { return load(p); }
+static inline F16 load_bf16_first(const float* p, int n) { return load_first(p, n); }
+static inline __m256 clear_low_halves(__m256i bits) {
+  return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(-65536)));
+}
+static inline F16 round_to_bf16(F16 a) {
+  return {clear_low_halves(round_half(a.lo)), clear_low_halves(round_half(a.hi))};
+}
+static inline void store_bf16(float* p, F16 a) { store(p, round_to_bf16(a)); }
+static inline void store_bf16_first(float* p, F16 a, int n) {
+  store_first(p, round_to_bf16(a), n);
 }
 static inline void store_u8(uint8_t* p, F16 a) {
   int32_t values[16];
@@ -153,85 +169,82 @@ struct DotF32 {
   using W = float;
   using Out = float;
   static constexpr int kStep = 1;
+  static constexpr int kParts = 1;
   using Acc = F16;
   static inline Acc zero() { return avx2::zero(); }
-  static inline F16 load_weights(const W* w) { return load(w); }
-  static inline __m256 broadcast(const X* x, ptrdiff_t = 1) { return _mm256_broadcast_ss(x); }
+  template <int kPart>
+  static inline F16 load_weights(const W* w) {
+    return load(w);
+  }
+  template <int kPart>
+  static inline __m256 broadcast(const X* x, ptrdiff_t) {
+    return _mm256_broadcast_ss(x);
+  }
   static inline Acc accumulate(Acc acc, __m256 x, F16 w) {
     return {_mm256_fmadd_ps(x, w.lo, acc.lo), _mm256_fmadd_ps(x, w.hi, acc.hi)};
   }
   static inline void store(Out* out, Acc acc) { avx2::store(out, acc); }
 };
 
-// Products of bfloat16 are exact in float32: each pair is widened and added in two steps.
+// Products of bfloat16 are exact in float32: each pair is widened and added in two parts.
 struct DotBF16 {
-  using X = uint16_t;
+  using X = float;
   using W = uint16_t;
   using Out = float;
   static constexpr int kStep = 2;
+  static constexpr int kParts = 2;
   using Acc = F16;
-  struct Pair {
-    __m256 even, odd;
-  };
-  struct Weights {
-    Pair lo, hi;
-  };
-  static inline Pair widen(__m256i words) {
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)),
-            _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(-65536)))};
-  }
   static inline Acc zero() { return avx2::zero(); }
-  static inline Weights load_weights(const W* w) {
-    return {widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w))),
-            widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 16)))};
+  template <int kPart>
+  static inline F16 load_weights(const W* w) {
+    const __m256i* at = reinterpret_cast<const __m256i*>(w);
+    const __m256i lo = _mm256_loadu_si256(at), hi = _mm256_loadu_si256(at + 1);
+    if (kPart == 1) return {clear_low_halves(lo), clear_low_halves(hi)};
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(lo, 16)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(hi, 16))};
   }
-  static inline Pair broadcast(const X* x, ptrdiff_t = 1) {
-    int32_t pair;
-    __builtin_memcpy(&pair, x, sizeof pair);
-    return widen(_mm256_set1_epi32(pair));
+  template <int kPart>
+  static inline __m256 broadcast(const X* x, ptrdiff_t next_word) {
+    return _mm256_broadcast_ss(x + kPart * next_word);
   }
-  static inline Acc accumulate(Acc acc, Pair x, Weights w) {
-    acc.lo = _mm256_fmadd_ps(x.even, w.lo.even, acc.lo);
-    acc.hi = _mm256_fmadd_ps(x.even, w.hi.even, acc.hi);
-    return {_mm256_fmadd_ps(x.odd, w.lo.odd, acc.lo), _mm256_fmadd_ps(x.odd, w.hi.odd, acc.hi)};
+  static inline Acc accumulate(Acc acc, __m256 x, F16 w) {
+    return {_mm256_fmadd_ps(x, w.lo, acc.lo), _mm256_fmadd_ps(x, w.hi, acc.hi)};
   }
   static inline void store(Out* out, Acc acc) { avx2::store(out, acc); }
 };
 
-// Without VNNI: sums of 16-bit products, which cannot overflow 32 bits.
+// Without VNNI: sums of two 16-bit products, which cannot overflow 32 bits. A step of four inputs
+// is added in two parts: its even inputs and its odd ones.
 struct DotInt8 {
   using X = uint8_t;
   using W = int8_t;
   using Out = int32_t;
   static constexpr int kStep = 4;
+  static constexpr int kParts = 2;
   struct Acc {
     __m256i lo, hi;
   };
-  struct Weights {
-    __m256i quarter[4];  // 4 columns each: 16-bit [4][kStep]
-  };
   static inline Acc zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  static inline Weights load_weights(const W* w) {
-    Weights found;
-    for (int i = 0; i < 4; ++i)
-      found.quarter[i] = _mm256_cvtepi8_epi16(
-          _mm_loadu_si128(reinterpret_cast<const __m128i*>(w + 16 * i)));
-    return found;
+  template <int kPart>
+  static inline __m256i widen(__m256i bytes) {
+    return _mm256_srai_epi16(kPart == 1 ? bytes : _mm256_slli_epi16(bytes, 8), 8);
   }
-  static inline __m256i broadcast(const X* x, ptrdiff_t = 1) {
+  template <int kPart>
+  static inline Acc load_weights(const W* w) {
+    const __m256i* at = reinterpret_cast<const __m256i*>(w);
+    return {widen<kPart>(_mm256_loadu_si256(at)), widen<kPart>(_mm256_loadu_si256(at + 1))};
+  }
+  template <int kPart>
+  static inline __m256i broadcast(const X* x, ptrdiff_t) {
     int32_t four;
     __builtin_memcpy(&four, x, sizeof four);
-    return _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
+    const __m256i bytes = _mm256_set1_epi32(four);
+    return kPart == 1 ? _mm256_srli_epi16(bytes, 8)
+                      : _mm256_and_si256(bytes, _mm256_set1_epi16(0xff));
   }
-  // hadd of two quarters gives columns 0 1 | 4 5 of the first, then of the second, by 128-bit lane.
-  static inline __m256i dot_half(__m256i x, __m256i first, __m256i second) {
-    const __m256i sums =
-        _mm256_hadd_epi32(_mm256_madd_epi16(x, first), _mm256_madd_epi16(x, second));
-    return _mm256_permute4x64_epi64(sums, 0xd8);
-  }
-  static inline Acc accumulate(Acc acc, __m256i x, const Weights& w) {
-    return {_mm256_add_epi32(acc.lo, dot_half(x, w.quarter[0], w.quarter[1])),
-            _mm256_add_epi32(acc.hi, dot_half(x, w.quarter[2], w.quarter[3]))};
+  static inline Acc accumulate(Acc acc, __m256i x, const Acc& w) {
+    return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(x, w.lo)),
+            _mm256_add_epi32(acc.hi, _mm256_madd_epi16(x, w.hi))};
   }
   static inline void store(Out* out, Acc acc) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), acc.lo);
@@ -298,13 +311,13 @@ static inline U64 join_low(U64 a, U64 b) {
   return {_mm256_blend_epi32(a.v, _mm256_slli_epi64(b.v, 32), 0xaa)};
 }
 
-constexpr int kMaxSinglePassRows = 4;
+constexpr int kMaxSinglePassRows = 6;
 constexpr int kMaxPackedRows = 0;
 constexpr int kMinPackedRows = 1;
-constexpr int kBlockedRows = 4;
+constexpr int kBlockedRows = 5;
 constexpr int kBlockedPanels = 1;
-constexpr int kMaxTileSums = 8;
-constexpr int64_t kRowBlockBytes = 384 << 10;  // of the rows that stay in the L2 cache
+constexpr int kMaxTileSums = 12;
+constexpr int64_t kRowBlockBytes = 768 << 10;  // of the rows that stay in the L2 cache
 static inline constexpr int choose_panels(int rows) { return rows <= 1 ? 2 : 1; }
 
 }  // namespace avx2

@@ -93,9 +93,12 @@ struct DotF32 {
   using W = float;
   using Out = float;
   static constexpr int kStep = 1;
+  static constexpr int kParts = 1;
   using Acc = __m512;
   static inline Acc zero() { return _mm512_setzero_ps(); }
+  template <int kPart = 0>
   static inline __m512 load_weights(const W* w) { return _mm512_loadu_ps(w); }
+  template <int kPart = 0>
   static inline __m512 broadcast(const X* x, ptrdiff_t = 1) { return _mm512_set1_ps(*x); }
   static inline Acc accumulate(Acc acc, __m512 x, __m512 w) { return _mm512_fmadd_ps(x, w, acc); }
   static inline void store(Out* out, Acc acc) { _mm512_storeu_ps(out, acc); }
@@ -107,9 +110,12 @@ struct DotInt8 {
   using W = int8_t;
   using Out = int32_t;
   static constexpr int kStep = 4;
+  static constexpr int kParts = 1;
   using Acc = __m512i;
   static inline Acc zero() { return _mm512_setzero_si512(); }
+  template <int kPart = 0>
   static inline __m512i load_weights(const W* w) { return _mm512_loadu_si512(w); }
+  template <int kPart = 0>
   static inline __m512i broadcast(const X* x, ptrdiff_t = 1) {
     int32_t four;
     __builtin_memcpy(&four, x, sizeof four);

@@ -46,15 +46,18 @@ struct DotBF16 {
   using W = uint16_t;
   using Out = float;
   static constexpr int kStep = 2;
+  static constexpr int kParts = 1;
   using Acc = __m512;
   struct Pair {
     __m512 even, odd;
   };
   static inline Acc zero() { return _mm512_setzero_ps(); }
+  template <int kPart = 0>
   static inline Pair load_weights(const W* w) {
     const __m512i words = _mm512_loadu_si512(w);
     return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)), clear_low_halves(words).v};
   }
+  template <int kPart = 0>
   static inline Pair broadcast(const X* x, ptrdiff_t next_word = 1) {
     return {_mm512_set1_ps(x[0]), _mm512_set1_ps(x[next_word])};
   }
