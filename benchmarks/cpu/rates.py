@@ -40,9 +40,9 @@ class CpuRates:
     def of_steps(self, precision: str) -> StepRates:
         """The rates of steps whose products are of this precision.
 
-        Products of bf16 can also be computed in fp32, which some CPUs multiply faster.
+        Products of bf16 and int8 can also be computed in fp32, which some CPUs multiply faster.
         """
-        usable = ("bfloat16", "float32") if precision == "bfloat16" else (precision,)
+        usable = {precision, "float32"}
         return StepRates(self.read_bytes, max(self.products[name] for name in usable))
 
 

@@ -87,7 +87,9 @@ def test_steps_are_compared_with_what_memory_gave_at_their_time() -> None:
         samples += sample_steps(0.02 * slowdown, read_rate=60e9 / slowdown)
     with open_model("small") as model:
         (row,) = engine._step_rows(rounds, model, [BF16], [STEP], "command")
-        least = model.bounds.bound_decode(4, 160, CpuRates(60e9, {"int8": 1e15}).of_steps("int8"))
+        least = model.bounds.bound_decode(
+            4, 160, CpuRates(60e9, {"int8": 1e15, "float32": 1e12}).of_steps("int8")
+        )
     assert row.value == pytest.approx(40.0)
     assert row.share == pytest.approx(least / 0.02)
 

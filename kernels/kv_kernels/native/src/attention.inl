@@ -286,10 +286,10 @@ static void attend_rows(const AttentionTask& task, int64_t group, int64_t num_ke
                         typename MatrixPlan<Dot>::Type::Registers& registers) {
   const int64_t dim = task.context.model.head_dim, rows = task.rows();
   const int64_t stride = AttentionScratch<Dot>::query_stride(dim);
-  const auto plan = MatrixPlan<Dot>::Type::unpacked(rows);
   constexpr int64_t kRows = AttentionScratch<Dot>::kRowsAtOnce;
   for (int64_t first = 0; first < rows; first += kRows) {
     const int64_t count = rows - first < kRows ? rows - first : kRows;
+    const auto plan = MatrixPlan<Dot>::Type::unpacked(count);
     multiply<Dot>(plan, scratch.query + first * stride, stride, count, scratch.keys, stride * 16,
                   num_keys / 16, stride / Dot::kStep, NextWeights{}, registers,
                   [&](const Tile<Dot>& found) {

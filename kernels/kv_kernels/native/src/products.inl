@@ -35,10 +35,18 @@ static inline void add_step(typename Dot::Acc (&acc)[R][C], const typename Dot::
     add_step<Dot, R, C, kIsPacked, kPart + 1>(acc, inputs, row_stride, panels);
 }
 
-// Rows are [R][row_stride], or as pack_rows has them.
-template <class Dot, int R, int C, bool kIsPacked>
+// Weights to fetch into the L2 cache during a product, a part at each step.
+struct StepFetch {
+  const char* at;
+  int64_t bytes_per_step;
+};
+
+// Rows are [R][row_stride], or as pack_rows has them. If kFetchesNext, `fetch` is fetched, and else
+// the panels themselves.
+template <class Dot, int R, int C, bool kIsPacked, bool kFetchesNext = false>
 static void multiply_tile(const typename Dot::X* x, ptrdiff_t row_stride,
                           const typename Dot::W* const* panels, int64_t steps,
+                          const StepFetch& fetch,
                           typename Dot::Out* out) {  // [R][C][16]
   typename Dot::Acc acc[R][C];
   const typename Dot::W* w[C];
@@ -48,12 +56,18 @@ static void multiply_tile(const typename Dot::X* x, ptrdiff_t row_stride,
     for (int c = 0; c < C; ++c) acc[r][c] = Dot::zero();
 #pragma GCC unroll 4
   for (int c = 0; c < C; ++c) w[c] = panels[c];
+  const char* fetch_at = fetch.at;
   for (int64_t k = 0; k < steps; ++k) {
     const typename Dot::W* at[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
       at[c] = w[c] + k * 16 * Dot::kStep;
-      _mm_prefetch(reinterpret_cast<const char*>(at[c]) + prefetch_bytes(C), _MM_HINT_T1);
+      if (!kFetchesNext)
+        _mm_prefetch(reinterpret_cast<const char*>(at[c]) + prefetch_bytes(C), _MM_HINT_T1);
+    }
+    if (kFetchesNext) {
+      _mm_prefetch(fetch_at, _MM_HINT_T1);
+      fetch_at += fetch.bytes_per_step;
     }
     add_step<Dot, R, C, kIsPacked>(acc, x + k * Dot::kStep * (kIsPacked ? R : 1), row_stride, at);
   }
@@ -65,7 +79,7 @@ static void multiply_tile(const typename Dot::X* x, ptrdiff_t row_stride,
 
 template <class Dot>
 using TileFunction = void (*)(const typename Dot::X*, ptrdiff_t, const typename Dot::W* const*,
-                              int64_t, typename Dot::Out*);
+                              int64_t, const StepFetch&, typename Dot::Out*);
 
 template <class Dot, int R>
 struct TileChooser {
@@ -78,7 +92,7 @@ struct TileChooser {
     return TileChooser<Dot, R - 1>::packed(rows);
   }
   static TileFunction<Dot> blocked(int rows) {
-    if (rows == R) return &multiply_tile<Dot, R, kBlockedPanels, false>;
+    if (rows == R) return &multiply_tile<Dot, R, kBlockedPanels, false, kFetchesNextPanels>;
     return TileChooser<Dot, R - 1>::blocked(rows);
   }
 };
@@ -108,10 +122,10 @@ struct NextWeights {
   int64_t bytes = 0;  // to fetch into the L2 cache
 };
 
-// Rows that are multiplied by the same panels in several passes, some rows in each.
-struct RowPass {
+// One of the products of some rows with some panels, which are multiplied in several.
+struct PartialProduct {
   int64_t index, count;
-  NextWeights next;  // after the last pass
+  NextWeights next;  // after the last one
 };
 
 // How some number of rows is multiplied by vector instructions.
@@ -145,8 +159,11 @@ struct VectorPlan {
     if (rows <= kMaxSinglePassRows)
       return {rows, choose_panels(count), TileChooser<Dot, kMaxSinglePassRows>::single_pass(count),
               nullptr};
-    return {kBlockedRows, kBlockedPanels, TileChooser<Dot, kBlockedRows>::blocked(kBlockedRows),
-            TileChooser<Dot, kBlockedRows>::blocked(count % kBlockedRows)};
+    // Passes of about as many rows each: one of few rows waits for its sums.
+    const int passes = (count + kBlockedRows - 1) / kBlockedRows;
+    const int at_once = (count + passes - 1) / passes;
+    return {at_once, kBlockedPanels, TileChooser<Dot, kBlockedRows>::blocked(at_once),
+            TileChooser<Dot, kBlockedRows>::blocked(count % at_once)};
   }
   // One pass over the weights for packed rows.
   static VectorPlan packed(int64_t rows) {
@@ -158,8 +175,13 @@ struct VectorPlan {
   // Sums of `count` rows by `panels_at_once` panels.
   void multiply_rows(const typename Dot::X* x, ptrdiff_t stride,
                      const typename Dot::W* const* panels, int64_t steps, int count,
-                     typename Dot::Out* sums, Registers&, const RowPass&) const {
-    (count == rows_at_once ? whole : last)(x, stride, panels, steps, sums);
+                     typename Dot::Out* sums, Registers&, const PartialProduct& part) const {
+    StepFetch fetch{reinterpret_cast<const char*>(panels[0]), 0};
+    if (kFetchesNextPanels && part.next.bytes > 0) {
+      const int64_t bytes = kvn::divide_up(part.next.bytes, part.count);
+      fetch = {part.next.at + part.index * bytes, kvn::divide_up(bytes, steps)};
+    }
+    (count == rows_at_once ? whole : last)(x, stride, panels, steps, fetch, sums);
   }
 };
 
@@ -179,6 +201,7 @@ static void multiply(const Plan& plan, const typename Dot::X* x, ptrdiff_t strid
                      typename Plan::Registers& registers, UseTile&& use_tile) {
   alignas(64) typename Dot::Out sums[kMaxTileSums * 16];
   const int at_once = plan.panels_at_once, per_tile = at_once < 2 ? 2 : at_once;
+  const int64_t products = per_tile / at_once;  // of a pass
   const int64_t passes = kvn::divide_up(rows, plan.rows_at_once);
   for (int64_t panel = 0; panel < num_panels; panel += per_tile) {
     const typename Dot::W* panels[4];
@@ -194,7 +217,8 @@ static void multiply(const Plan& plan, const typename Dot::X* x, ptrdiff_t strid
           static_cast<int>(rows_left < plan.rows_at_once ? rows_left : plan.rows_at_once);
       for (int c = 0; c < per_tile; c += at_once)
         plan.multiply_rows(x + row * stride, stride, panels + c, steps, count,
-                           sums + c * count * 16, registers, RowPass{pass, passes, after});
+                           sums + c * count * 16, registers,
+                           PartialProduct{pass * products + c / at_once, passes * products, after});
       const bool is_split = at_once == 1;
       use_tile(Tile<Dot>{sums, is_split ? 16 : at_once * 16, is_split ? count * 16 : 16, row, count,
                          panel, left < per_tile ? static_cast<int>(left) : per_tile});

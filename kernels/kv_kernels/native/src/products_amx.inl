@@ -78,11 +78,11 @@ struct WeightFetch {
     return {static_cast<const char*>(panels) + distance, 16};
   }
   // For one of several passes over panels of `tiles` tiles: its part of the weights that follow.
-  static WeightFetch for_pass(const RowPass& pass, int64_t tiles) {
-    if (tiles == 0) return {pass.next.at, 0};
+  static WeightFetch for_part(const PartialProduct& part, int64_t tiles) {
+    if (tiles == 0) return {part.next.at, 0};
     const int64_t lines =
-        kvn::round_up(kvn::divide_up(pass.next.bytes, 64 * tiles * pass.count), 2);
-    return {pass.next.at + pass.index * lines * 64 * tiles, static_cast<int>(lines)};
+        kvn::round_up(kvn::divide_up(part.next.bytes, 64 * tiles * part.count), 2);
+    return {part.next.at + part.index * lines * 64 * tiles, static_cast<int>(lines)};
   }
   void advance() {
     for (int line = 0; line < lines; line += 2, at += 128) {
@@ -392,7 +392,8 @@ struct TilePlan {
 
   void multiply_rows(const typename Dot::X* x, ptrdiff_t stride,
                      const typename Dot::W* const* panels, int64_t steps, int count,
-                     typename Dot::Out* sums, TileRegisters& registers, const RowPass& pass) const {
+                     typename Dot::Out* sums, TileRegisters& registers,
+                     const PartialProduct& part) const {
     // Sums of int8 are exact in any order.
     constexpr int kMaxVectorRows = Dot::kStep == 4 ? 6 : 0;
     static_assert(choose_panels(1) == 4 && choose_panels(6) == 4, "as unpacked() has it");
@@ -405,9 +406,10 @@ struct TilePlan {
     } else if (are_rows_tiled) {
       (count > kTileRows ? multiply_in_tiles<Dot, 2, 2, true> : multiply_in_tiles<Dot, 1, 2, true>)(
           x, stride, panels, steps, count, sums, registers,
-          WeightFetch::for_pass(pass, steps / kTileSteps));
+          WeightFetch::for_part(part, steps / kTileSteps));
     } else if (count <= kMaxVectorRows) {
-      TileChooser<Dot, kMaxVectorRows>::single_pass(count)(x, stride, panels, steps, sums);
+      TileChooser<Dot, kMaxVectorRows>::single_pass(count)(
+          x, stride, panels, steps, StepFetch{}, sums);
     } else {
       multiply_in_tiles<Dot, 1, 4, false>(x, stride, panels, steps, count, sums, registers, {});
     }

@@ -316,6 +316,7 @@ constexpr int kMaxPackedRows = 0;
 constexpr int kMinPackedRows = 1;
 constexpr int kBlockedRows = 5;
 constexpr int kBlockedPanels = 1;
+constexpr bool kFetchesNextPanels = true;
 constexpr int kMaxTileSums = 12;
 constexpr int64_t kRowBlockBytes = 768 << 10;  // of rows in float32; measured
 static inline constexpr int choose_panels(int rows) { return rows <= 1 ? 2 : 1; }

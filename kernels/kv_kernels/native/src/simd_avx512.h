@@ -212,6 +212,7 @@ constexpr int kMaxPackedRows = 24;
 constexpr int kMinPackedRows = 7;  // packing fewer gains nothing
 constexpr int kBlockedRows = 12;
 constexpr int kBlockedPanels = 2;
+constexpr bool kFetchesNextPanels = false;
 constexpr int kMaxTileSums = 48;  // rows times panels; two panels of 24 rows
 constexpr int64_t kRowBlockBytes = 384 << 10;  // of the rows that stay in the L2 cache
 // On Zen 5 one stream of weights is read faster than several, also by one row.

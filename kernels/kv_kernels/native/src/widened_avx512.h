@@ -73,6 +73,7 @@ constexpr int kMaxPackedRows = 24;
 constexpr int kMinPackedRows = 7;
 constexpr int kBlockedRows = 14;
 constexpr int kBlockedPanels = 2;
+constexpr bool kFetchesNextPanels = false;
 constexpr int kMaxTileSums = 48;
 constexpr int64_t kRowBlockBytes = 768 << 10;  // rows are in float32
 static inline constexpr int choose_panels(int rows) { return rows <= 7 ? 4 : rows <= 14 ? 2 : 1; }
