@@ -10,10 +10,9 @@ rate is measured before and after every few steps, one pass at a time, and these
 with the mean of both. The share of a case is the median of such shares.
 
 Native kernels stand beside torch's, int8 beside the model's own dtype, and compact weights, which
-nodes have by default if the CPU has AVX-512, beside plain ones; their least time is that of the
-bytes that they take. Each is an engine in a process of its own, with the environment of a node.
-Rates and engines take turns in every round, so that other load affects all of them; figures are
-medians of all rounds.
+nodes have by default, beside others; their least time is that of the bytes that they take. Each is
+an engine in a process of its own, with the environment of a node. Rates and engines take turns in
+every round, so that other load affects all of them; figures are medians of all rounds.
 """
 
 import argparse

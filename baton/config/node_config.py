@@ -51,12 +51,12 @@ class NodeConfig(ModelSourceConfig, MemberConfig):
         help_text("What computes on CPUs; auto: Baton's native kernels if they are there"),
     ] = "auto"
     compact_weights: Annotated[
-        Literal["auto", "on", "off"],
+        bool,
         help_text(
             "Store bfloat16 weights in 12 bits without loss, for native CPU kernels: the same "
-            "tokens, and steps that wait for memory take less time; auto: if the CPU has AVX-512"
+            "tokens, and steps that wait for memory take less time; prompts may take a little more"
         ),
-    ] = "auto"
+    ] = True
     threads: Annotated[
         str,
         help_text(

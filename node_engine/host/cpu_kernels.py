@@ -8,7 +8,7 @@ from baton.config.node_config import NodeConfig
 from baton.errors import ConfigError
 from baton.models.weight_cache import resolve_weight_cache
 from baton.process import log
-from kv_kernels.native.native_library import CpuFeature, NativeLibrary, load_library
+from kv_kernels.native.native_library import NativeLibrary, load_library
 from node_engine.host.host_cores import open_host_cores
 from node_engine.model.cpu.native_options import NativeOptions
 from node_engine.model.loading.packed_weights.cache_folder import (
@@ -35,24 +35,9 @@ def choose_native_options(
     return NativeOptions(
         library,
         partial(open_weight_sharing, config, library, begun),
-        decide_weight_compression(config, library),
+        config.compact_weights,
         open_host_cores(Path(config.segment_dir)),
     )
-
-
-def decide_weight_compression(config: NodeConfig, library: NativeLibrary) -> bool:
-    """Whether the node compresses its bfloat16 weights; logs why not, if it was left to the node.
-
-    With AVX2 alone, a step of several sequences takes longer to expand weights than to read them.
-    """
-    if config.compact_weights != "auto":
-        return config.compact_weights == "on"
-    if CpuFeature.AVX512 in library.features:
-        return True
-    log.get_logger("engine").info(
-        "weights are stored uncompressed", reason="this CPU has no AVX-512"
-    )
-    return False
 
 
 def load_cpu_kernels(config: NodeConfig) -> NativeLibrary | None:

@@ -1,7 +1,7 @@
 """Which kernels a node on CPUs takes, what it logs, and when it refuses to start."""
 
 import ctypes
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -45,27 +45,6 @@ def test_node_that_must_have_them_refuses_to_start(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="no AVX2: set --cpu-kernels auto"):
         load(monkeypatch, NoNativeLibrary("no AVX2"), cpu_kernels="native")
     assert load(monkeypatch, LIBRARY, cpu_kernels="native")[0] is LIBRARY
-
-
-@pytest.mark.parametrize(
-    ("setting", "features", "compact"),
-    [
-        ("auto", CpuFeature.AVX2, False),
-        ("auto", CpuFeature.AVX2 | CpuFeature.AVX512, True),
-        ("on", CpuFeature.AVX2, True),
-        ("off", CpuFeature.AVX2 | CpuFeature.AVX512, False),
-    ],
-)
-def test_weights_are_compact_by_default_with_avx512(
-    setting: Literal["auto", "on", "off"], features: CpuFeature, compact: bool
-) -> None:
-    library = NativeLibrary(ctypes.CDLL(None), features, "of a test")
-    with capture_logs() as lines:
-        chosen = cpu_kernels.decide_weight_compression(NodeConfig(compact_weights=setting), library)
-    assert chosen is compact
-    reasons = [line["reason"] for line in lines]
-    is_explained = setting == "auto" and not compact
-    assert reasons == (["this CPU has no AVX-512"] if is_explained else [])
 
 
 def test_setting_is_passed_on() -> None:
