@@ -15,6 +15,8 @@ A row with a NaN or an infinity has values 0 and a scale that is no finite numbe
 of the product is NaN.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -27,6 +29,8 @@ _EXACT_FP32_WIDTH = 2**24 // INT8_MAX**2  # sums of so many products are exact i
 _ROWS_AT_ONCE = 4096  # of a weight, in fp32 while it is quantized
 _PROBED_ROWS = (1, 2, 8, 33)
 _PROBED_WEIGHTS = ((5, 7), (33, 64), (64, 256))  # [out, in]
+_TIMED_SIZES = (64, 256), (512, 256)  # of rows and of a weight
+_TIMED_PRODUCTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +68,12 @@ def multiply_exactly(
 ) -> torch.Tensor:  # int32 [rows, out]
     """The exact product x W^T.
 
-    oneDNN's product is exact where the processor has instructions for it (VNNI). On others its
-    16-bit sums saturate, and products in fp32 are used, which take many times as long. So they are
-    for a width of 1, where torch 2.13 returns uninitialized memory.
+    oneDNN's product is exact and fast where the processor has instructions for it (VNNI). On others
+    its 16-bit sums saturate, or torch multiplies one number at a time, so that products in fp32 are
+    used. So they are for a width of 1, where torch 2.13 returns uninitialized memory.
     """
     product: torch.Tensor
-    if x.shape[1] > 1 and _has_exact_int8_products():
+    if x.shape[1] > 1 and _has_exact_int8_products() and _has_fast_int8_products():
         product = torch._int_mm(x, weight.T)
     else:
         product = multiply_in_fp32(x, weight)
@@ -105,6 +109,23 @@ def _has_exact_int8_products() -> bool:
                     if not torch.equal(torch._int_mm(x, weight.T), multiply_in_fp32(x, weight)):
                         return False
     return True
+
+
+@cache
+def _has_fast_int8_products() -> bool:
+    """Whether torch's product of int8 matrices takes at most twice as long as that in fp32."""
+    x, weight = (torch.ones(size, dtype=torch.int8) for size in _TIMED_SIZES)
+
+    def measure(multiply: Callable[[], torch.Tensor]) -> float:
+        times = []
+        for _ in range(_TIMED_PRODUCTS):
+            begin = time.perf_counter()
+            multiply()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    in_fp32 = measure(lambda: multiply_in_fp32(x, weight))
+    return measure(lambda: torch._int_mm(x, weight.T)) <= 2 * in_fp32
 
 
 class Int8Linear:

@@ -1,6 +1,7 @@
 """Linear layers in int8 in torch, against exact integers and products in fp32."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -125,6 +126,25 @@ def test_products_that_saturate_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
         assert multiply_exactly(x, weight).tolist() == [[8 * 127**2] * 2]
     finally:
         int8_linear._has_exact_int8_products.cache_clear()
+
+
+def test_products_that_are_slow_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of torch are where oneDNN has no instructions for int8."""
+
+    def multiply_slowly(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        return multiply_in_fp32(x, columns.T)
+
+    monkeypatch.setattr(torch, "_int_mm", multiply_slowly)
+    monkeypatch.setattr(int8_linear, "_has_exact_int8_products", lambda: True)
+    int8_linear._has_fast_int8_products.cache_clear()
+    try:
+        assert not int8_linear._has_fast_int8_products()
+        monkeypatch.setattr(torch, "_int_mm", None)
+        x = torch.full((2, 8), 127, dtype=torch.int8)
+        assert multiply_exactly(x, x).tolist() == [[8 * 127**2] * 2] * 2
+    finally:
+        int8_linear._has_fast_int8_products.cache_clear()
 
 
 @pytest.mark.parametrize("rows", [1, 33])

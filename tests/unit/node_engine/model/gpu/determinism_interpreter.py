@@ -88,9 +88,9 @@ def main() -> None:
     bind_engine(engine)
     results["tokens"] = generate_in_chunks(engine, asked["prompts"], asked["count"])
     quantized = build_engine(folder, deterministic=True, quantization=FP8)
-    results["different in fp8"] = find_differences(quantized, LENGTH)
+    results["different in fp8"] = find_differences(quantized, LENGTH, ["beside chunks"])
     plain = build_engine(folder, deterministic=False)
-    results["different without"] = find_differences(plain, LENGTH, ["in a batch", "in chunks"])
+    results["different without"] = find_differences(plain, LENGTH, ["in a batch"])
     for name, (in_width, out_width, bias) in PRODUCTS.items():
         for kind in ("float32", "bfloat16"):
             results[f"product {name} {kind}"] = compare_products(
