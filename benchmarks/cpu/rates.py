@@ -122,7 +122,7 @@ def measure_product_rates(
 def measure_product_rate(
     threads: int, precision: str, shapes: Iterable[ProductShape], token_counts: Iterable[int]
 ) -> float:
-    """Return the most operations per second that torch reaches at matrix products of these shapes.
+    """Return torch's highest rate, in operations per second, at matrix products of these shapes.
 
     `token_counts` ascend. A product that takes long is measured once, and no larger one after it:
     torch multiplies int8 on CPUs without VNNI at a hundredth of what it reaches with it.

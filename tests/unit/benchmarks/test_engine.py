@@ -67,11 +67,13 @@ def test_the_least_time_is_of_bytes_or_of_operations() -> None:
     assert prefill == pytest.approx(512 * 715.8 / 424, rel=0.05)
 
 
-def test_products_of_bf16_are_bounded_by_the_faster_of_bf16_and_fp32() -> None:
+def test_products_of_bf16_and_int8_are_bounded_by_fp32_where_it_is_faster() -> None:
     rates = CpuRates(26e9, {"bfloat16": 169e9, "int8": 1330e9, "float32": 329e9})
     assert rates.of_steps("bfloat16").products == 329e9
     assert rates.of_steps("float32").products == 329e9
     assert rates.of_steps("int8").products == 1330e9
+    without_vnni = CpuRates(16e9, {"int8": 5e9, "float32": 121e9})
+    assert without_vnni.of_steps("int8").products == 121e9
 
 
 def sample_steps(*seconds: float, read_rate: float = 1e9) -> list[engine.StepSample]:

@@ -129,10 +129,10 @@ def test_products_that_saturate_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_products_that_are_slow_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of torch are where oneDNN has no instructions for int8."""
+    """On a CPU without VNNI torch may multiply int8 much more slowly than fp32."""
 
     def multiply_slowly(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.1)
+        time.sleep(0.1)  # the product in fp32 takes less than a millisecond
         return multiply_in_fp32(x, columns.T)
 
     monkeypatch.setattr(torch, "_int_mm", multiply_slowly)

@@ -64,7 +64,7 @@ def test_a_folder_is_created_private_and_refused_if_others_can_write(tmp_path: P
 def test_a_home_that_cannot_be_searched_has_a_folder_all_the_same(
     tmp_path: Path, size: str
 ) -> None:
-    """The settings name the weight cache folder; only opening it fails."""
+    """Settings are resolved without an error; opening the folder later raises one."""
     # Root may search every folder, so a name that is too long stands for one that it may not.
     home = tmp_path / ("n" * 256)
     found = resolve_weight_cache(NodeConfig(weight_cache_size=size), {"HOME": str(home)})
