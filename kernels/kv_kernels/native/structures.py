@@ -3,7 +3,7 @@
 import ctypes
 from enum import IntEnum
 
-PACKED_FORMAT_VERSION = 2  # counts up whenever packed weights lie otherwise in memory
+PACKED_FORMAT_VERSION = 3  # counts up whenever packed weights lie otherwise in memory
 
 Pointer = ctypes.c_void_p
 Int = ctypes.c_int64

@@ -6,8 +6,8 @@
 class CompactReader {
  public:
   CompactReader(const char* panel, int64_t in)
-      : exponents_(reinterpret_cast<const uint8_t*>(panel)),
-        rare_(reinterpret_cast<const uint32_t*>(panel + kvn::kNumExponents)),
+      : upper_bytes_(reinterpret_cast<const uint8_t*>(panel)),
+        rare_(reinterpret_cast<const uint32_t*>(panel + kvn::kNumUpperBytes)),
         block_(panel + kvn::count_header_bytes(in)) {}
 
   // Expand the next kBlockSteps steps to `out` [kBlockSteps][16][2], which starts on a cache line,
@@ -15,7 +15,17 @@ class CompactReader {
   void expand_block(uint16_t* out) {
     for (int line = 0; line < kvn::kBlockBytes / 64; ++line)
       _mm_prefetch(block_ + kFetchDistance + line * 64, _MM_HINT_T1);
-    expand_steps(reinterpret_cast<const uint8_t*>(block_), exponents_, out);
+    expand_unfetched_block(out);
+  }
+
+  // The block that expand_block would fetch, to be fetched in `steps` steps.
+  StepFetch plan_fetch(int64_t steps) const {
+    return {block_ + kFetchDistance, kvn::divide_up(kvn::kBlockBytes, steps)};
+  }
+
+  // As expand_block, fetching nothing.
+  void expand_unfetched_block(uint16_t* out) {
+    expand_steps(reinterpret_cast<const uint8_t*>(block_), upper_bytes_, out);
     block_ += kvn::kBlockBytes;
     const uint32_t end = first_weight_ + kvn::kBlockWeights;
     for (; *rare_ >> 8 < end; ++rare_) {
@@ -28,7 +38,7 @@ class CompactReader {
 
  private:
   static constexpr int64_t kFetchDistance = 8192;  // bytes
-  const uint8_t* exponents_;
+  const uint8_t* upper_bytes_;
   const uint32_t* rare_;
   const char* block_;
   uint32_t first_weight_ = 0;
@@ -111,5 +121,76 @@ static void multiply_compact(const MakePlan& make_plan, const DotBF16::X* x, ptr
                               in, sums + c * count * 16, registers);
       use_tile(Tile<DotBF16>{sums, 16, static_cast<int>(count) * 16, row, count, panel, panels});
     }
+  }
+}
+
+// Add the products of R rows with some steps of an expanded block to `sums` [R][16].
+template <class Dot, int R>
+static void add_block(const typename Dot::X* x, ptrdiff_t row_stride, const typename Dot::W* block,
+                      int64_t steps, const StepFetch& fetch, float* sums) {
+  F16 acc[R][1];
+#pragma GCC unroll 24
+  for (int r = 0; r < R; ++r) acc[r][0] = load(sums + r * 16);
+  const char* fetch_at = fetch.at;
+  for (int64_t k = 0; k < steps; ++k) {
+    const typename Dot::W* at = block + k * 16 * Dot::kStep;
+    _mm_prefetch(fetch_at, _MM_HINT_T1);
+    fetch_at += fetch.bytes_per_step;
+    add_step<Dot, R, 1, false>(acc, x + k * Dot::kStep, row_stride, &at);
+  }
+#pragma GCC unroll 24
+  for (int r = 0; r < R; ++r) store(sums + r * 16, acc[r][0]);
+}
+
+template <class Dot>
+using BlockFunction = void (*)(const typename Dot::X*, ptrdiff_t, const typename Dot::W*, int64_t,
+                               const StepFetch&, float*);
+
+template <class Dot, int R>
+struct BlockChooser {
+  static BlockFunction<Dot> choose(int64_t rows) {
+    if (rows == R) return &add_block<Dot, R>;
+    return BlockChooser<Dot, R - 1>::choose(rows);
+  }
+};
+template <class Dot>
+struct BlockChooser<Dot, 0> {
+  static BlockFunction<Dot> choose(int64_t) { return nullptr; }
+};
+
+// As multiply(), for up to kMaxSharedBlockRows rows in several passes. A block is expanded in the L1
+// cache, and each pass adds its products to the sums.
+template <class Dot, class UseTile>
+static void multiply_shared_blocks(const typename Dot::X* x, ptrdiff_t stride, int64_t rows,
+                                   const char* weights, int64_t num_panels, int64_t in,
+                                   UseTile&& use_tile) {
+  alignas(64) typename Dot::W block[kvn::kBlockWeights];
+  alignas(64) float sums[2 * kMaxSharedBlockRows * 16];
+  const int64_t panel_bytes = kvn::count_compact_bytes(in);
+  const int64_t steps = kvn::divide_up(in, Dot::kStep);
+  const int64_t passes = kvn::divide_up(rows, kBlockedRows);
+  const int64_t at_once = kvn::divide_up(rows, passes);
+  const auto add_whole = BlockChooser<Dot, kBlockedRows>::choose(at_once);
+  const auto add_last = BlockChooser<Dot, kBlockedRows>::choose(rows - (passes - 1) * at_once);
+  for (int64_t panel = 0; panel < num_panels; panel += 2) {
+    const int panels = num_panels - panel < 2 ? 1 : 2;
+    __builtin_memset(sums, 0, static_cast<size_t>(panels * rows) * 64);
+    for (int c = 0; c < panels; ++c) {
+      float* panel_sums = sums + c * rows * 16;
+      CompactReader reader(weights + (panel + c) * panel_bytes, in);
+      for (int64_t first = 0; first < steps; first += kvn::kBlockSteps) {
+        StepFetch fetch = reader.plan_fetch(passes * kvn::kBlockSteps);
+        reader.expand_unfetched_block(block);
+        const int64_t left = steps - first;
+        const int64_t count = left < kvn::kBlockSteps ? left : kvn::kBlockSteps;
+        for (int64_t row = 0; row < rows; row += at_once) {
+          (rows - row > at_once ? add_whole : add_last)(x + row * stride + first * Dot::kStep, stride,
+                                                        block, count, fetch,
+                                                        panel_sums + row * 16);
+          fetch.at += kvn::kBlockSteps * fetch.bytes_per_step;
+        }
+      }
+    }
+    use_tile(Tile<Dot>{sums, 16, static_cast<int>(rows) * 16, 0, rows, panel, panels});
   }
 }

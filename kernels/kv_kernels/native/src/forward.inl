@@ -220,7 +220,9 @@ static void share_product(KvnContext& context, int member, const KvnLinear& line
     x = tile_rows(context, member, x, stride, rows, steps);
     stride = kvn::round_up(steps, kTileSteps) * Dot::kStep;
   }
-  const bool expands_once = is_compact && !Plan::expands_in_passes(rows);
+  const bool expands_in_passes = is_compact && Plan::expands_in_passes(rows);
+  const bool shares_blocks = is_compact && !expands_in_passes && rows <= kMaxSharedBlockRows;
+  const bool expands_once = is_compact && !expands_in_passes && !shares_blocks;
   const ProductTasks<Plan> tasks(rows, count_panels(linear),
                                  expands_once ? kvn::kExpandedPanels : kPanelsPerTask,
                                  stride * static_cast<int64_t>(sizeof(*x)), context.team->num_used());
@@ -250,7 +252,14 @@ static void share_product(KvnContext& context, int member, const KvnLinear& line
     const auto* panels = reinterpret_cast<const typename Dot::W*>(from);
     int64_t panel_stride = panel_bytes / static_cast<int64_t>(sizeof(*panels));
     if constexpr (std::is_same_v<Dot, DotBF16>) {
-      if (is_compact && !expands_once) {
+      if constexpr (kMaxSharedBlockRows > 0) {
+        if (shares_blocks) {
+          multiply_shared_blocks<Dot>(x + row0 * stride, stride, count, from, num_panels, linear.in,
+                                      use_tile);
+          return;
+        }
+      }
+      if (expands_in_passes) {
         multiply_compact<Plan>(make_plan, x + row0 * stride, stride, count,
                                Plan::kPassRows, from,
                                num_panels, linear.in, registers, use_tile);

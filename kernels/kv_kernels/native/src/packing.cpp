@@ -100,53 +100,52 @@ void pack_row(const KvnPack& pack, Source<T> source, int64_t panel, int64_t lane
   pack.channel_sums[panel * 16 + lane] = sum;
 }
 
-// Choose the kNumExponents most frequent exponents of `values`; of equally frequent ones the least.
-void choose_exponents(const uint16_t* values, int64_t count, uint8_t* exponents) {
-  int64_t frequency[256] = {};
-  for (int64_t i = 0; i < count; ++i) ++frequency[values[i] >> 7 & 0xff];
-  for (int number = 0; number < kvn::kNumExponents; ++number) {
+// Choose the most frequent upper bytes of `values` whatever their sign, of equally frequent ones the
+// least, and then the same with a sign.
+void choose_upper_bytes(const uint16_t* values, int64_t count, uint8_t* upper_bytes) {
+  constexpr int kNumMagnitudes = kvn::kNumUpperBytes / 2;
+  int64_t frequency[128] = {};
+  for (int64_t i = 0; i < count; ++i) ++frequency[values[i] >> 8 & 0x7f];
+  for (int number = 0; number < kNumMagnitudes; ++number) {
     int most = 0;
-    for (int exponent = 1; exponent < 256; ++exponent)
-      if (frequency[exponent] > frequency[most]) most = exponent;
-    exponents[number] = static_cast<uint8_t>(most);
+    for (int upper = 1; upper < 128; ++upper)
+      if (frequency[upper] > frequency[most]) most = upper;
+    upper_bytes[number] = static_cast<uint8_t>(most);
+    upper_bytes[number + kNumMagnitudes] = static_cast<uint8_t>(most | 0x80);
     frequency[most] = -1;
   }
 }
-
-uint16_t swap_bytes(uint16_t word) { return static_cast<uint16_t>(word << 8 | word >> 8); }
 
 // Pack a panel of `in` inputs whose `values` lie as in KVN_BFLOAT16, with whole blocks. Returns
 // false if too many of them have a rare exponent.
 bool pack_compact_panel(const uint16_t* values, int64_t in, char* panel) {
   const int64_t count = kvn::count_blocks(in) * kvn::kBlockWeights;
-  auto* exponents = reinterpret_cast<uint8_t*>(panel);
-  auto* rare = reinterpret_cast<uint32_t*>(panel + kvn::kNumExponents);
+  auto* upper_bytes = reinterpret_cast<uint8_t*>(panel);
+  auto* rare = reinterpret_cast<uint32_t*>(panel + kvn::kNumUpperBytes);
   const int64_t most_rare = kvn::count_rare_entries(in) - 1;
   int64_t num_rare = 0;
-  choose_exponents(values, count, exponents);
+  choose_upper_bytes(values, count, upper_bytes);
   uint8_t numbers[256];
   memset(numbers, 0xff, sizeof numbers);
-  for (uint8_t number = 0; number < kvn::kNumExponents; ++number)
-    numbers[exponents[number]] = number;
-  const auto find_number = [&](int64_t position) -> uint16_t {
-    const int exponent = values[position] >> 7 & 0xff;
-    if (numbers[exponent] != 0xff) return numbers[exponent];
-    if (num_rare < most_rare) rare[num_rare] = static_cast<uint32_t>(position << 8 | exponent);
+  for (uint8_t number = 0; number < kvn::kNumUpperBytes; ++number)
+    numbers[upper_bytes[number]] = number;
+  const auto find_number = [&](int64_t position) -> uint8_t {
+    const int value = values[position];
+    if (numbers[value >> 8] != 0xff) return numbers[value >> 8];
+    if (num_rare < most_rare)
+      rare[num_rare] = static_cast<uint32_t>(position << 8 | (value >> 7 & 0xff));
     ++num_rare;
-    return 0;
+    return value >> 15 ? kvn::kNumUpperBytes / 2 : 0;  // a number of the same sign
   };
-  auto* out = reinterpret_cast<uint16_t*>(panel + kvn::count_header_bytes(in));
-  const auto keep = [](uint16_t value) -> uint16_t { return value & ~kvn::kExponentBits; };
-  for (int64_t first = 0; first < count; first += 128, out += 96) {
-    const uint16_t* four = values + first;  // steps
-    // Rare weights have to be listed in the order of their positions.
-    uint16_t found[128];
-    for (int64_t i = 0; i < 128; ++i) found[i] = find_number(first + i);
-    for (int64_t i = 0; i < 32; ++i) {
-      out[i] = keep(four[i]) | swap_bytes(keep(four[i + 32]));
-      out[i + 32] = keep(four[i + 64]) | swap_bytes(keep(four[i + 96]));
-      out[i + 64] = static_cast<uint16_t>(found[i] | found[i + 32] << 8 | found[i + 64] << 4 |
-                                          found[i + 96] << 12);
+  auto* out = reinterpret_cast<uint8_t*>(panel + kvn::count_header_bytes(in));
+  for (int64_t first = 0; first < count; first += 128, out += 192) {
+    for (int64_t i = 0; i < 128; ++i) {  // in the order of the list of rare weights
+      const int64_t step = i / 32, word = i % 32;
+      const int64_t place = word / 8 * 16 + step % 2 * 8 + word % 8;
+      out[step / 2 * 64 + place] = static_cast<uint8_t>(values[first + i]);
+      const uint8_t number = find_number(first + i);
+      uint8_t& pair = out[128 + place];
+      pair = static_cast<uint8_t>(step < 2 ? number : pair | number << 4);
     }
   }
   if (num_rare > most_rare) return false;

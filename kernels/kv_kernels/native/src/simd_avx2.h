@@ -265,31 +265,25 @@ static inline void interleave_half_words(const uint16_t* a, const uint16_t* b, u
 }
 
 // Expand kvn::kBlockSteps steps of a panel to bfloat16; see compact_panel.h.
-static inline void expand_steps(const uint8_t* block, const uint8_t* exponents, uint16_t* out) {
+static inline void expand_steps(const uint8_t* block, const uint8_t* upper_bytes, uint16_t* out) {
   const __m256i table = _mm256_broadcastsi128_si256(
-      _mm_loadu_si128(reinterpret_cast<const __m128i*>(exponents)));
-  const __m256i low_bits = _mm256_set1_epi8(15), exponent_bits = _mm256_set1_epi16(0x7f80);
-  const __m256i swapped = _mm256_broadcastsi128_si256(
-      _mm_set_epi8(14, 15, 12, 13, 10, 11, 8, 9, 6, 7, 4, 5, 2, 3, 0, 1));
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(upper_bytes)));
+  const __m256i low_bits = _mm256_set1_epi8(15);
   const auto load = [](const uint8_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   };
-  const auto store = [exponent_bits](uint16_t* p, __m256i word, __m256i exponent) {
-    _mm256_store_si256(reinterpret_cast<__m256i*>(p),
-                       _mm256_or_si256(_mm256_andnot_si256(exponent_bits, word),
-                                       _mm256_and_si256(exponent_bits, exponent)));
+  const auto store = [](uint16_t* p, __m256i lower, __m256i upper) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(p), _mm256_unpacklo_epi8(lower, upper));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(p + 32), _mm256_unpackhi_epi8(lower, upper));
   };
+#pragma GCC unroll 8
   for (int half = 0; half < 8; ++half) {
     const uint8_t* from = block + half / 2 * 192 + half % 2 * 32;
     uint16_t* to = out + half / 2 * 128 + half % 2 * 16;
-    const __m256i first = load(from), second = load(from + 64), numbers = load(from + 128);
-    const __m256i a = _mm256_shuffle_epi8(table, _mm256_and_si256(numbers, low_bits));
-    const __m256i b = _mm256_shuffle_epi8(
-        table, _mm256_and_si256(_mm256_srli_epi16(numbers, 4), low_bits));
-    store(to, first, _mm256_slli_epi16(a, 7));
-    store(to + 32, _mm256_shuffle_epi8(first, swapped), _mm256_srli_epi16(a, 1));
-    store(to + 64, second, _mm256_slli_epi16(b, 7));
-    store(to + 96, _mm256_shuffle_epi8(second, swapped), _mm256_srli_epi16(b, 1));
+    const __m256i numbers = load(from + 128);
+    store(to, load(from), _mm256_shuffle_epi8(table, _mm256_and_si256(numbers, low_bits)));
+    store(to + 64, load(from + 64),
+          _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(numbers, 4), low_bits)));
   }
 }
 
@@ -319,6 +313,7 @@ constexpr int kBlockedPanels = 1;
 constexpr bool kFetchesNextPanels = true;
 constexpr int kMaxTileSums = 12;
 constexpr int64_t kRowBlockBytes = 768 << 10;  // of rows in float32; measured
+constexpr int64_t kMaxSharedBlockRows = 32;    // see multiply_shared_blocks
 static inline constexpr int choose_panels(int rows) { return rows <= 1 ? 2 : 1; }
 
 }  // namespace avx2

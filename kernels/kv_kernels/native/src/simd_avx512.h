@@ -165,28 +165,21 @@ static inline void interleave_half_words(const uint16_t* a, const uint16_t* b, u
 }
 
 // Expand kvn::kBlockSteps steps of a panel to bfloat16; see compact_panel.h.
-static inline void expand_steps(const uint8_t* block, const uint8_t* exponents, uint16_t* out) {
+static inline void expand_steps(const uint8_t* block, const uint8_t* upper_bytes, uint16_t* out) {
   const __m512i table =
-      _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(exponents)));
-  const __m512i low_bits = _mm512_set1_epi8(15), kept = _mm512_set1_epi16(-0x7f81);
-  const __m512i swapped = _mm512_broadcast_i32x4(
-      _mm_set_epi8(14, 15, 12, 13, 10, 11, 8, 9, 6, 7, 4, 5, 2, 3, 0, 1));
-  const auto join = [kept](__m512i word, __m512i exponent) {
-    return _mm512_ternarylogic_epi32(kept, word, exponent, 0xca);
+      _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(upper_bytes)));
+  const __m512i low_bits = _mm512_set1_epi8(15);
+  const auto store = [](uint16_t* p, __m512i lower, __m512i upper) {
+    _mm512_store_si512(p, _mm512_unpacklo_epi8(lower, upper));
+    _mm512_store_si512(p + 32, _mm512_unpackhi_epi8(lower, upper));
   };
 #pragma GCC unroll 4
   for (int four = 0; four < 4; ++four, block += 192, out += 128) {
-    const __m512i first = _mm512_loadu_si512(block), second = _mm512_loadu_si512(block + 64);
     const __m512i numbers = _mm512_loadu_si512(block + 128);
-    const __m512i a = _mm512_shuffle_epi8(table, _mm512_and_si512(numbers, low_bits));
-    const __m512i b = _mm512_shuffle_epi8(
-        table, _mm512_and_si512(_mm512_srli_epi16(numbers, 4), low_bits));
-    _mm512_store_si512(out, join(first, _mm512_slli_epi16(a, 7)));
-    _mm512_store_si512(out + 32,
-                       join(_mm512_shuffle_epi8(first, swapped), _mm512_srli_epi16(a, 1)));
-    _mm512_store_si512(out + 64, join(second, _mm512_slli_epi16(b, 7)));
-    _mm512_store_si512(out + 96,
-                       join(_mm512_shuffle_epi8(second, swapped), _mm512_srli_epi16(b, 1)));
+    store(out, _mm512_loadu_si512(block),
+          _mm512_shuffle_epi8(table, _mm512_and_si512(numbers, low_bits)));
+    store(out + 64, _mm512_loadu_si512(block + 64),
+          _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(numbers, 4), low_bits)));
   }
 }
 
@@ -215,6 +208,7 @@ constexpr int kBlockedPanels = 2;
 constexpr bool kFetchesNextPanels = false;
 constexpr int kMaxTileSums = 48;  // rows times panels; two panels of 24 rows
 constexpr int64_t kRowBlockBytes = 384 << 10;  // of the rows that stay in the L2 cache
+constexpr int64_t kMaxSharedBlockRows = 0;
 // On Zen 5 one stream of weights is read faster than several, also by one row.
 static inline constexpr int choose_panels(int) { return 1; }
 
