@@ -45,7 +45,7 @@ class MatrixLayout:
     def panel_bytes(self) -> int:
         """Bytes of the weights of PANEL_CHANNELS output channels, which are stored together.
 
-        COMPACT_BFLOAT16 puts a table of exponents in front of them: see src/compact_panel.h.
+        COMPACT_BFLOAT16 puts a table of upper bytes in front of them: see src/compact_panel.h.
         """
         if self.format is Format.COMPACT_BFLOAT16:
             header = 64 * (1 + -(-self.inputs // 1024))

@@ -2,7 +2,8 @@
 // a weight. The lower byte of a weight (the last bit of its exponent and its mantissa) takes 8 bits.
 // The other 4 are the number of its upper byte (its sign and the rest of its exponent) in a table of
 // the panel: eight upper bytes, the most frequent ones, and the same with the other sign. So the
-// table has 16 exponents. Weights with another exponent are listed.
+// table has eight pairs of exponents that differ in the last bit. Weights with another exponent are
+// listed.
 //
 // A panel has a header of whole cache lines, and blocks of 16 steps. The header is the table, then
 // the list: numbers of 32 bits, position in the panel << 8 | exponent, ascending, of which the last

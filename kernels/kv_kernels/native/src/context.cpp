@@ -169,7 +169,7 @@ bool Buffer::reserve(int64_t bytes) {
 
 using kvn::reserve_buffers;
 
-// Rows that were 2 KiB or more apart, times a power of two, would share few sets of the L1 cache.
+// In elements. Rows that are a multiple of 512 elements apart would share few sets of the L1 cache.
 static int64_t count_row_stride(int64_t width) {
   const int64_t stride = kvn::round_up(width, 16);
   return stride % 512 == 0 ? stride + 32 : stride;

@@ -225,7 +225,8 @@ static void share_product(KvnContext& context, int member, const KvnLinear& line
   const bool expands_once = is_compact && !expands_in_passes && !shares_blocks;
   const ProductTasks<Plan> tasks(rows, count_panels(linear),
                                  expands_once ? kvn::kExpandedPanels : kPanelsPerTask,
-                                 stride * static_cast<int64_t>(sizeof(*x)), context.team->num_used());
+                                 steps * Dot::kStep * static_cast<int64_t>(sizeof(*x)),
+                                 context.team->num_used());
   const bool packs = Plan::is_packed(rows);
   auto* packed = reinterpret_cast<uint32_t*>(scratch);
   bool is_first_task = true;

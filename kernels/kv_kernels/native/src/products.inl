@@ -144,7 +144,7 @@ struct VectorPlan {
   // Rows of a pass at most.
   static constexpr int64_t kPassRows =
       kMaxPackedRows > kMaxSinglePassRows ? kMaxPackedRows : kMaxSinglePassRows;
-  // Whether each pass of rows expands a compact matrix again. For more passes it is expanded once.
+  // Whether each pass of rows expands a compact matrix again. Otherwise it is expanded once for all.
   static bool expands_in_passes(int64_t rows) { return is_single_pass(rows); }
 
   // Whether rows are packed first: then one pass over the weights is enough.

@@ -175,8 +175,8 @@ def list_steps() -> list[StepBatch]:
     a, b, c = make_prompt(70, 1), make_prompt(123, 2), make_prompt(3, 3)
     return [
         StepBatch((make_slice(0, a, 0),)),
-        StepBatch((make_slice(0, [5], 70), make_slice(1, b[:33], 0, is_sampled=False))),
-        StepBatch((make_slice(1, b[33:], 33), make_slice(0, [9], 71), make_slice(2, c, 0))),
+        StepBatch((make_slice(0, [5], 70), make_slice(1, b[:20], 0, is_sampled=False))),
+        StepBatch((make_slice(1, b[20:], 20), make_slice(0, [9], 71), make_slice(2, c, 0))),
         StepBatch(
             (make_slice(1, [3], 123), make_slice(0, [9], 72), make_slice(2, [7], 3)),
             block_copies=((BlockIndex(2), BlockIndex(11)),),
