@@ -52,7 +52,7 @@ async def run_conversations(cluster: Cluster) -> None:
             if number > 1:
                 assert told.sources.local_cache >= 256
                 chosen = [one for one in attempt.considered if one.chosen and one.role == "prefill"]
-                assert [one.held_tokens >= 256 for one in chosen] == [True]
+                assert [one.held_tokens >= 256 for one in chosen] == [True], str(told)
             assert all(one.HasField("predicted_seconds") for one in attempt.considered if one.able)
             assert attempt.predicted.prefill > 0
             where.append(attempt.prefill_node)
