@@ -45,14 +45,14 @@ async def run_conversations(cluster: Cluster) -> None:
             answer = await cluster.generate(prompt, max_tokens=40, ignore_eos=True)
             assert list(answer.tokens) == paced_reference_tokens(prompt, 40)
             request = pb.ExplainRequest(request_id=answer.request_id)
-            told: pb.ExplainResponse = await call_cluster_service(
+            explanation: pb.ExplainResponse = await call_cluster_service(
                 cluster.grpc_address, "Explain", request
             )
-            attempt = told.attempts[-1]
+            attempt = explanation.attempts[-1]
             if number > 1:
-                assert told.sources.local_cache >= 256
+                assert explanation.sources.local_cache >= 256
                 chosen = [one for one in attempt.considered if one.chosen and one.role == "prefill"]
-                assert [one.held_tokens >= 256 for one in chosen] == [True], str(told)
+                assert [one.held_tokens >= 256 for one in chosen] == [True], str(explanation)
             assert all(one.HasField("predicted_seconds") for one in attempt.considered if one.able)
             assert attempt.predicted.prefill > 0
             where.append(attempt.prefill_node)
