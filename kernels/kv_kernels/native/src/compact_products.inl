@@ -18,9 +18,9 @@ class CompactReader {
     expand_unfetched_block(out);
   }
 
-  // The block that expand_block would fetch, to be fetched in `steps` steps.
-  StepFetch plan_fetch(int64_t steps) const {
-    return {block_ + kFetchDistance, kvn::divide_up(kvn::kBlockBytes, steps)};
+  // What expand_block would fetch for some blocks, to be fetched in `steps` steps.
+  StepFetch plan_fetch(int64_t blocks, int64_t steps) const {
+    return {block_ + kFetchDistance, kvn::divide_up(blocks * kvn::kBlockBytes, steps)};
   }
 
   // As expand_block, fetching nothing.
@@ -124,20 +124,15 @@ static void multiply_compact(const MakePlan& make_plan, const DotBF16::X* x, ptr
   }
 }
 
-// Add the products of R rows with some steps of an expanded block to `sums` [R][16].
+// Add the products of R rows with some steps of expanded blocks to `sums` [R][16].
 template <class Dot, int R>
-static void add_block(const typename Dot::X* x, ptrdiff_t row_stride, const typename Dot::W* block,
+static void add_block(const typename Dot::X* x, ptrdiff_t row_stride, const typename Dot::W* expanded,
                       int64_t steps, const StepFetch& fetch, float* sums) {
   F16 acc[R][1];
 #pragma GCC unroll 24
   for (int r = 0; r < R; ++r) acc[r][0] = load(sums + r * 16);
-  const char* fetch_at = fetch.at;
-  for (int64_t k = 0; k < steps; ++k) {
-    const typename Dot::W* at = block + k * 16 * Dot::kStep;
-    _mm_prefetch(fetch_at, _MM_HINT_T1);
-    fetch_at += fetch.bytes_per_step;
-    add_step<Dot, R, 1, false>(acc, x + k * Dot::kStep, row_stride, &at);
-  }
+  const typename Dot::W* const panels[1] = {expanded};
+  StepLoop<Dot, R, 1, false, true>::add(acc, x, row_stride, panels, steps, fetch);
 #pragma GCC unroll 24
   for (int r = 0; r < R; ++r) store(sums + r * 16, acc[r][0]);
 }
@@ -158,13 +153,13 @@ struct BlockChooser<Dot, 0> {
   static BlockFunction<Dot> choose(int64_t) { return nullptr; }
 };
 
-// As multiply(), for up to kMaxSharedBlockRows rows in several passes. A block is expanded in the L1
-// cache, and each pass adds its products to the sums.
+// As multiply(), for rows of which shares_blocks is true. kSharedBlocks blocks at a time are expanded
+// in the L1 cache, and each pass adds its products to the sums.
 template <class Dot, class UseTile>
 static void multiply_shared_blocks(const typename Dot::X* x, ptrdiff_t stride, int64_t rows,
                                    const char* weights, int64_t num_panels, int64_t in,
                                    UseTile&& use_tile) {
-  alignas(64) typename Dot::W block[kvn::kBlockWeights];
+  alignas(64) typename Dot::W expanded[kSharedBlocks * kvn::kBlockWeights];
   alignas(64) float sums[2 * kMaxSharedBlockRows * 16];
   const int64_t panel_bytes = kvn::count_compact_bytes(in);
   const int64_t steps = kvn::divide_up(in, Dot::kStep);
@@ -178,16 +173,18 @@ static void multiply_shared_blocks(const typename Dot::X* x, ptrdiff_t stride, i
     for (int c = 0; c < panels; ++c) {
       float* panel_sums = sums + c * rows * 16;
       CompactReader reader(weights + (panel + c) * panel_bytes, in);
-      for (int64_t first = 0; first < steps; first += kvn::kBlockSteps) {
-        StepFetch fetch = reader.plan_fetch(passes * kvn::kBlockSteps);
-        reader.expand_unfetched_block(block);
-        const int64_t left = steps - first;
-        const int64_t count = left < kvn::kBlockSteps ? left : kvn::kBlockSteps;
+      for (int64_t first = 0; first < steps; first += kSharedBlocks * kvn::kBlockSteps) {
+        const int64_t left = kvn::divide_up(steps - first, kvn::kBlockSteps);
+        const int64_t blocks = left < kSharedBlocks ? left : kSharedBlocks;
+        const int64_t count = blocks < left ? blocks * kvn::kBlockSteps : steps - first;
+        StepFetch fetch = reader.plan_fetch(blocks, passes * count);
+        for (int64_t block = 0; block < blocks; ++block)
+          reader.expand_unfetched_block(expanded + block * kvn::kBlockWeights);
         for (int64_t row = 0; row < rows; row += at_once) {
           (rows - row > at_once ? add_whole : add_last)(x + row * stride + first * Dot::kStep, stride,
-                                                        block, count, fetch,
+                                                        expanded, count, fetch,
                                                         panel_sums + row * 16);
-          fetch.at += kvn::kBlockSteps * fetch.bytes_per_step;
+          fetch.at += count * fetch.bytes_per_step;
         }
       }
     }

@@ -169,12 +169,6 @@ bool Buffer::reserve(int64_t bytes) {
 
 using kvn::reserve_buffers;
 
-// In elements. Rows that are a multiple of 512 elements apart would share few sets of the L1 cache.
-static int64_t count_row_stride(int64_t width) {
-  const int64_t stride = kvn::round_up(width, 16);
-  return stride % 512 == 0 ? stride + 32 : stride;
-}
-
 KvnContext* kvn_create(const KvnModel* model, int32_t threads) {
   const kvn::Kernels* kernels = kvn::choose_kernels(kvn_cpu_features());
   if (kernels == nullptr || threads < 1 || model->heads % model->kv_heads) return nullptr;
@@ -185,8 +179,8 @@ KvnContext* kvn_create(const KvnModel* model, int32_t threads) {
   context->has_int8 = kvn::is_int8(*model);
   const int64_t attended = model->heads * model->head_dim;
   const int64_t widest = attended > model->hidden ? attended : model->hidden;
-  context->activation_stride = count_row_stride(widest);
-  context->inner_stride = count_row_stride(model->intermediate);
+  context->activation_stride = kvn::round_up(widest, 16);
+  context->inner_stride = kvn::round_up(model->intermediate, 16);
   context->team = kvn::ThreadTeam::create(threads);
   const int64_t most_inputs = context->activation_stride > context->inner_stride
                                   ? context->activation_stride

@@ -221,8 +221,8 @@ static void share_product(KvnContext& context, int member, const KvnLinear& line
     stride = kvn::round_up(steps, kTileSteps) * Dot::kStep;
   }
   const bool expands_in_passes = is_compact && Plan::expands_in_passes(rows);
-  const bool shares_blocks = is_compact && !expands_in_passes && rows <= kMaxSharedBlockRows;
-  const bool expands_once = is_compact && !expands_in_passes && !shares_blocks;
+  const bool shares_expanded = is_compact && shares_blocks(rows);
+  const bool expands_once = is_compact && !expands_in_passes && !shares_expanded;
   const ProductTasks<Plan> tasks(rows, count_panels(linear),
                                  expands_once ? kvn::kExpandedPanels : kPanelsPerTask,
                                  steps * Dot::kStep * static_cast<int64_t>(sizeof(*x)),
@@ -254,7 +254,7 @@ static void share_product(KvnContext& context, int member, const KvnLinear& line
     int64_t panel_stride = panel_bytes / static_cast<int64_t>(sizeof(*panels));
     if constexpr (std::is_same_v<Dot, DotBF16>) {
       if constexpr (kMaxSharedBlockRows > 0) {
-        if (shares_blocks) {
+        if (shares_expanded) {
           multiply_shared_blocks<Dot>(x + row0 * stride, stride, count, from, num_panels, linear.in,
                                       use_tile);
           return;

@@ -9,6 +9,7 @@
 
 namespace avx2 {
 #include "products.inl"
+#include "bf16_steps_avx2.inl"
 #include "compact_products.inl"
 #include "attention.inl"
 #include "forward.inl"

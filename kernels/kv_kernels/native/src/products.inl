@@ -41,8 +41,32 @@ struct StepFetch {
   int64_t bytes_per_step;
 };
 
-// Rows are [R][row_stride], or as pack_rows has them. If kFetchesNext, `fetch` is fetched, and else
-// the panels themselves.
+// The steps of a product of R rows with C panels; bf16_steps_avx2.inl has others. Rows are
+// [R][row_stride], or as pack_rows has them. If kFetchesNext, `fetch` is fetched, and else the panels
+// themselves.
+template <class Dot, int R, int C, bool kIsPacked, bool kFetchesNext>
+struct StepLoop {
+  static inline void add(typename Dot::Acc (&acc)[R][C], const typename Dot::X* x,
+                         ptrdiff_t row_stride, const typename Dot::W* const (&panels)[C],
+                         int64_t steps, const StepFetch& fetch) {
+    const char* fetch_at = fetch.at;
+    for (int64_t k = 0; k < steps; ++k) {
+      const typename Dot::W* at[C];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) {
+        at[c] = panels[c] + k * 16 * Dot::kStep;
+        if (!kFetchesNext)
+          _mm_prefetch(reinterpret_cast<const char*>(at[c]) + prefetch_bytes(C), _MM_HINT_T1);
+      }
+      if (kFetchesNext) {
+        _mm_prefetch(fetch_at, _MM_HINT_T1);
+        fetch_at += fetch.bytes_per_step;
+      }
+      add_step<Dot, R, C, kIsPacked>(acc, x + k * Dot::kStep * (kIsPacked ? R : 1), row_stride, at);
+    }
+  }
+};
+
 template <class Dot, int R, int C, bool kIsPacked, bool kFetchesNext = false>
 static void multiply_tile(const typename Dot::X* x, ptrdiff_t row_stride,
                           const typename Dot::W* const* panels, int64_t steps,
@@ -56,21 +80,7 @@ static void multiply_tile(const typename Dot::X* x, ptrdiff_t row_stride,
     for (int c = 0; c < C; ++c) acc[r][c] = Dot::zero();
 #pragma GCC unroll 4
   for (int c = 0; c < C; ++c) w[c] = panels[c];
-  const char* fetch_at = fetch.at;
-  for (int64_t k = 0; k < steps; ++k) {
-    const typename Dot::W* at[C];
-#pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) {
-      at[c] = w[c] + k * 16 * Dot::kStep;
-      if (!kFetchesNext)
-        _mm_prefetch(reinterpret_cast<const char*>(at[c]) + prefetch_bytes(C), _MM_HINT_T1);
-    }
-    if (kFetchesNext) {
-      _mm_prefetch(fetch_at, _MM_HINT_T1);
-      fetch_at += fetch.bytes_per_step;
-    }
-    add_step<Dot, R, C, kIsPacked>(acc, x + k * Dot::kStep * (kIsPacked ? R : 1), row_stride, at);
-  }
+  StepLoop<Dot, R, C, kIsPacked, kFetchesNext>::add(acc, x, row_stride, w, steps, fetch);
 #pragma GCC unroll 24
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -128,6 +138,12 @@ struct PartialProduct {
   NextWeights next;  // after the last one
 };
 
+// Whether passes of so many rows share the expanded blocks of a compact matrix, see
+// multiply_shared_blocks.
+static inline constexpr bool shares_blocks(int64_t rows) {
+  return rows >= kMinSharedBlockRows && rows <= kMaxSharedBlockRows;
+}
+
 // How some number of rows is multiplied by vector instructions.
 template <class Dot>
 struct VectorPlan {
@@ -145,7 +161,9 @@ struct VectorPlan {
   static constexpr int64_t kPassRows =
       kMaxPackedRows > kMaxSinglePassRows ? kMaxPackedRows : kMaxSinglePassRows;
   // Whether each pass of rows expands a compact matrix again. Otherwise it is expanded once for all.
-  static bool expands_in_passes(int64_t rows) { return is_single_pass(rows); }
+  static bool expands_in_passes(int64_t rows) {
+    return is_single_pass(rows) && !shares_blocks(rows);
+  }
 
   // Whether rows are packed first: then one pass over the weights is enough.
   static bool is_packed(int64_t rows) { return rows >= kMinPackedRows && rows <= kMaxPackedRows; }

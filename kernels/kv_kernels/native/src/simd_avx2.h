@@ -308,12 +308,13 @@ static inline U64 join_low(U64 a, U64 b) {
 constexpr int kMaxSinglePassRows = 6;
 constexpr int kMaxPackedRows = 0;
 constexpr int kMinPackedRows = 1;
-constexpr int kBlockedRows = 5;
+constexpr int kBlockedRows = 6;
 constexpr int kBlockedPanels = 1;
 constexpr bool kFetchesNextPanels = true;
 constexpr int kMaxTileSums = 12;
 constexpr int64_t kRowBlockBytes = 768 << 10;  // of rows in float32; measured
-constexpr int64_t kMaxSharedBlockRows = 32;    // see multiply_shared_blocks
+// Of multiply_shared_blocks: its rows, and the blocks that are expanded together.
+constexpr int64_t kMinSharedBlockRows = 2, kMaxSharedBlockRows = 32, kSharedBlocks = 4;
 static inline constexpr int choose_panels(int rows) { return rows <= 1 ? 2 : 1; }
 
 }  // namespace avx2

@@ -208,7 +208,7 @@ constexpr int kBlockedPanels = 2;
 constexpr bool kFetchesNextPanels = false;
 constexpr int kMaxTileSums = 48;  // rows times panels; two panels of 24 rows
 constexpr int64_t kRowBlockBytes = 384 << 10;  // of the rows that stay in the L2 cache
-constexpr int64_t kMaxSharedBlockRows = 0;
+constexpr int64_t kMinSharedBlockRows = 1, kMaxSharedBlockRows = 0, kSharedBlocks = 1;  // not used
 // On Zen 5 one stream of weights is read faster than several, also by one row.
 static inline constexpr int choose_panels(int) { return 1; }
 

@@ -76,7 +76,7 @@ constexpr int kBlockedPanels = 2;
 constexpr bool kFetchesNextPanels = false;
 constexpr int kMaxTileSums = 48;
 constexpr int64_t kRowBlockBytes = 768 << 10;  // rows are in float32
-constexpr int64_t kMaxSharedBlockRows = 0;
+constexpr int64_t kMinSharedBlockRows = 1, kMaxSharedBlockRows = 0, kSharedBlocks = 1;  // not used
 static inline constexpr int choose_panels(int rows) { return rows <= 7 ? 4 : rows <= 14 ? 2 : 1; }
 
 }  // namespace avx512_widened
