@@ -58,14 +58,17 @@ async def run_conversations(cluster: Cluster) -> None:
         assert attempt.predicted.prefill > 0
         return attempt.prefill_node
 
-    # Two at a time: each node computes half of the prompts, so that none has much more recent work
-    # than the other, however slow the machine is. A node with more is passed over.
+    # Two at a time: each node computes half of the prompts, so that neither has much more recent
+    # work than the other on a slow machine. A node with more is passed over.
     first: list[str] = []
     for place in range(0, len(prefixes), 2):
         first += await asyncio.gather(converse(1, place), converse(1, place + 1))
     await wait_known_blocks(cluster, blocks + 4 * 16)
-    for number in (2, 3):
-        assert [await converse(number, place) for place in range(len(prefixes))] == first
+    assert len(set(first)) == 2
+    # In an order that taking turns would not have.
+    for place in sorted(range(len(prefixes)), key=first.__getitem__):
+        for number in (2, 3):
+            assert await converse(number, place) == first[place]
     assert await read_metric(cluster, "baton_prefix_directory_resyncs_total") == 0
     assert 0 <= await read_metric(cluster, 'baton_prediction_error_ratio{quantity="prefill"}') <= 1
     cluster.kill(first[0])

@@ -153,8 +153,8 @@ struct BlockChooser<Dot, 0> {
   static BlockFunction<Dot> choose(int64_t) { return nullptr; }
 };
 
-// As multiply(), for rows of which shares_blocks is true. kSharedBlocks blocks at a time are expanded
-// in the L1 cache, and each pass adds its products to the sums.
+// As multiply(), for up to kMaxSharedBlockRows rows. kSharedBlocks blocks at a time are expanded in
+// the L1 cache, and each pass adds its products to the sums.
 template <class Dot, class UseTile>
 static void multiply_shared_blocks(const typename Dot::X* x, ptrdiff_t stride, int64_t rows,
                                    const char* weights, int64_t num_panels, int64_t in,
@@ -163,10 +163,10 @@ static void multiply_shared_blocks(const typename Dot::X* x, ptrdiff_t stride, i
   alignas(64) float sums[2 * kMaxSharedBlockRows * 16];
   const int64_t panel_bytes = kvn::count_compact_bytes(in);
   const int64_t steps = kvn::divide_up(in, Dot::kStep);
-  const int64_t passes = kvn::divide_up(rows, kBlockedRows);
+  const int64_t passes = kvn::divide_up(rows, kBlockedRows<Dot>);
   const int64_t at_once = kvn::divide_up(rows, passes);
-  const auto add_whole = BlockChooser<Dot, kBlockedRows>::choose(at_once);
-  const auto add_last = BlockChooser<Dot, kBlockedRows>::choose(rows - (passes - 1) * at_once);
+  const auto add_whole = BlockChooser<Dot, kBlockedRows<Dot>>::choose(at_once);
+  const auto add_last = BlockChooser<Dot, kBlockedRows<Dot>>::choose(rows - (passes - 1) * at_once);
   for (int64_t panel = 0; panel < num_panels; panel += 2) {
     const int panels = num_panels - panel < 2 ? 1 : 2;
     __builtin_memset(sums, 0, static_cast<size_t>(panels * rows) * 64);

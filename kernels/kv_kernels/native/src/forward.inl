@@ -117,7 +117,8 @@ struct ProductTasks {
       : rows(num_rows), rows_each(num_rows), panels(num_panels), panels_each(most_panels) {
     if (!Plan::is_single_pass(rows)) {
       constexpr int64_t kLeast = Plan::kRowsPerBlock;
-      int64_t most = Plan::kRowBlockBytes / row_bytes / kLeast * kLeast;
+      int64_t most = Plan::kRowBlockBytes / row_bytes;
+      if (most >= 2 * kLeast) most = most / kLeast * kLeast;
       if (most < kLeast) most = kLeast;
       const int64_t blocks = kvn::divide_up(rows, most);
       rows_each = kvn::round_up(kvn::divide_up(rows, blocks), kLeast);
@@ -221,8 +222,8 @@ static void share_product(KvnContext& context, int member, const KvnLinear& line
     stride = kvn::round_up(steps, kTileSteps) * Dot::kStep;
   }
   const bool expands_in_passes = is_compact && Plan::expands_in_passes(rows);
-  const bool shares_expanded = is_compact && shares_blocks(rows);
-  const bool expands_once = is_compact && !expands_in_passes && !shares_expanded;
+  const bool uses_shared_blocks = is_compact && shares_blocks(rows);
+  const bool expands_once = is_compact && !expands_in_passes && !uses_shared_blocks;
   const ProductTasks<Plan> tasks(rows, count_panels(linear),
                                  expands_once ? kvn::kExpandedPanels : kPanelsPerTask,
                                  steps * Dot::kStep * static_cast<int64_t>(sizeof(*x)),
@@ -254,7 +255,7 @@ static void share_product(KvnContext& context, int member, const KvnLinear& line
     int64_t panel_stride = panel_bytes / static_cast<int64_t>(sizeof(*panels));
     if constexpr (std::is_same_v<Dot, DotBF16>) {
       if constexpr (kMaxSharedBlockRows > 0) {
-        if (shares_expanded) {
+        if (uses_shared_blocks) {
           multiply_shared_blocks<Dot>(x + row0 * stride, stride, count, from, num_panels, linear.in,
                                       use_tile);
           return;

@@ -155,7 +155,7 @@ struct VectorPlan {
 
   static constexpr int64_t kKeyMultiple = 16;  // of the keys that attention multiplies at once
   static constexpr bool kHasTileAttention = false;  // only in attention_amx.inl
-  static constexpr int64_t kRowsPerBlock = kBlockedRows;
+  static constexpr int64_t kRowsPerBlock = kBlockedRows<Dot>;
   static constexpr int64_t kRowBlockBytes = ISA::kRowBlockBytes;
   // Rows of a pass at most.
   static constexpr int64_t kPassRows =
@@ -178,10 +178,10 @@ struct VectorPlan {
       return {rows, choose_panels(count), TileChooser<Dot, kMaxSinglePassRows>::single_pass(count),
               nullptr};
     // Passes of about as many rows each: one of few rows waits for its sums.
-    const int passes = (count + kBlockedRows - 1) / kBlockedRows;
+    const int passes = (count + kBlockedRows<Dot> - 1) / kBlockedRows<Dot>;
     const int at_once = (count + passes - 1) / passes;
-    return {at_once, kBlockedPanels, TileChooser<Dot, kBlockedRows>::blocked(at_once),
-            TileChooser<Dot, kBlockedRows>::blocked(count % at_once)};
+    return {at_once, kBlockedPanels, TileChooser<Dot, kBlockedRows<Dot>>::blocked(at_once),
+            TileChooser<Dot, kBlockedRows<Dot>>::blocked(count % at_once)};
   }
   // One pass over the weights for packed rows.
   static VectorPlan packed(int64_t rows) {

@@ -308,7 +308,9 @@ static inline U64 join_low(U64 a, U64 b) {
 constexpr int kMaxSinglePassRows = 6;
 constexpr int kMaxPackedRows = 0;
 constexpr int kMinPackedRows = 1;
-constexpr int kBlockedRows = 6;
+// Of a pass, of which the sums fit into registers: see bf16_steps_avx2.inl.
+template <class Dot>
+constexpr int kBlockedRows = std::is_same_v<Dot, DotBF16> ? 6 : 5;
 constexpr int kBlockedPanels = 1;
 constexpr bool kFetchesNextPanels = true;
 constexpr int kMaxTileSums = 12;

@@ -203,6 +203,7 @@ static inline U64 join_low(U64 a, U64 b) {
 constexpr int kMaxSinglePassRows = 12;
 constexpr int kMaxPackedRows = 24;
 constexpr int kMinPackedRows = 7;  // packing fewer gains nothing
+template <class Dot>
 constexpr int kBlockedRows = 12;
 constexpr int kBlockedPanels = 2;
 constexpr bool kFetchesNextPanels = false;

@@ -71,6 +71,7 @@ struct DotBF16 {
 constexpr int kMaxSinglePassRows = 14;
 constexpr int kMaxPackedRows = 24;
 constexpr int kMinPackedRows = 7;
+template <class Dot>
 constexpr int kBlockedRows = 14;
 constexpr int kBlockedPanels = 2;
 constexpr bool kFetchesNextPanels = false;
