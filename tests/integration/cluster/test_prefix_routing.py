@@ -19,9 +19,9 @@ from tests.paced_reference import paced_reference_tokens
 
 @pytest.mark.asyncio
 async def test_conversations_are_routed_to_the_node_with_their_prefix(tmp_path: Path) -> None:
-    """Until the node that holds one dies."""
+    """Every turn goes to the prefill node that computed the first, until that node dies."""
     settings: dict[str, Any] = {
-        # So that reuse is faster on a busy machine too.
+        # Slow enough that reuse is predicted to be faster on a busy machine too.
         "paced_prefill_us_per_token": 1000.0,
         "paced_step_ms": 2.0,
         "heartbeat": 0.1,
@@ -36,12 +36,10 @@ async def run_conversations(cluster: Cluster) -> None:
     prefixes = [[100 * number + place % 97 for place in range(256)] for number in range(1, 5)]
     blocks = await read_metric(cluster, "baton_prefix_directory_blocks")
 
-    async def converse(number: int, place: int) -> str:
-        """Continue one conversation; the prefill node of its next turn."""
-        prompt = [
-            *prefixes[place],
-            *range(1000 * number + 50 * place, 1000 * number + 50 * place + 20),
-        ]
+    async def send_turn(conversation: int, turn: int) -> str:
+        """Send one turn of a conversation. Return the name of the node that prefilled it."""
+        suffix = 1000 * turn + 50 * conversation
+        prompt = [*prefixes[conversation], *range(suffix, suffix + 20)]
         # The prefill node's report of its cached tokens counts if it arrives before the end.
         answer = await cluster.generate(prompt, max_tokens=40, ignore_eos=True)
         assert list(answer.tokens) == paced_reference_tokens(prompt, 40)
@@ -50,7 +48,7 @@ async def run_conversations(cluster: Cluster) -> None:
             cluster.grpc_address, "Explain", request
         )
         attempt = explanation.attempts[-1]
-        if number > 1:
+        if turn > 1:
             assert explanation.sources.local_cache >= 256
             chosen = [one for one in attempt.considered if one.chosen and one.role == "prefill"]
             assert [one.held_tokens >= 256 for one in chosen] == [True], str(explanation)
@@ -58,23 +56,23 @@ async def run_conversations(cluster: Cluster) -> None:
         assert attempt.predicted.prefill > 0
         return attempt.prefill_node
 
-    # Two at a time: each node computes half of the prompts, so that neither has much more recent
-    # work than the other on a slow machine. A node with more is passed over.
-    first: list[str] = []
-    for place in range(0, len(prefixes), 2):
-        first += await asyncio.gather(converse(1, place), converse(1, place + 1))
+    # Two at a time, so that each node computes half of the prompts: a node with much more recent
+    # work than the other would count as overloaded.
+    nodes: list[str] = []
+    for conversation in range(0, len(prefixes), 2):
+        nodes += await asyncio.gather(send_turn(conversation, 1), send_turn(conversation + 1, 1))
     await wait_known_blocks(cluster, blocks + 4 * 16)
-    assert len(set(first)) == 2
-    # In an order that taking turns would not have.
-    for place in sorted(range(len(prefixes)), key=first.__getitem__):
-        for number in (2, 3):
-            assert await converse(number, place) == first[place]
+    assert len(set(nodes)) == 2
+    # Several requests in a row for the same node, which round robin would not send there.
+    for conversation in sorted(range(len(prefixes)), key=nodes.__getitem__):
+        for turn in (2, 3):
+            assert await send_turn(conversation, turn) == nodes[conversation]
     assert await read_metric(cluster, "baton_prefix_directory_resyncs_total") == 0
     assert 0 <= await read_metric(cluster, 'baton_prediction_error_ratio{quantity="prefill"}') <= 1
-    cluster.kill(first[0])
+    cluster.kill(nodes[0])
     prompt = [*prefixes[0], *range(9000, 9020)]
     answer = await cluster.generate(prompt, max_tokens=4, ignore_eos=True)
     assert list(answer.tokens) == paced_reference_tokens(prompt, 4)
-    cluster.start(first[0])  # it sweeps what it left
+    cluster.start(nodes[0])  # it sweeps what it left
     await cluster.wait_status(lambda status: len(status.nodes) == 4)
     await cluster.wait_idle()

@@ -34,6 +34,7 @@ static inline __attribute__((always_inline)) void add_part(F16 (&acc)[R][1],
   asm volatile("" ::: "memory");  // the loads of the next part stay below
 }
 
+// Add one step, which starts `at` bytes into each row.
 template <int R>
 static inline __attribute__((always_inline)) void add_bf16_step(F16 (&acc)[R][1],
                                                                 const char* const (&rows)[R],
