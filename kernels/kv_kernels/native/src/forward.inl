@@ -112,12 +112,13 @@ template <class Plan>
 struct ProductTasks {
   int64_t rows, rows_each, panels, panels_each, row_blocks, panel_groups;
 
-  ProductTasks(int64_t num_rows, int64_t num_panels, int64_t most_panels, int64_t row_bytes,
-               int members)
+  // A block of rows takes about `block_bytes` at most, and a row `row_bytes`.
+  ProductTasks(int64_t num_rows, int64_t num_panels, int64_t most_panels, int64_t block_bytes,
+               int64_t row_bytes, int members)
       : rows(num_rows), rows_each(num_rows), panels(num_panels), panels_each(most_panels) {
     if (!Plan::is_single_pass(rows)) {
       constexpr int64_t kLeast = Plan::kRowsPerBlock;
-      int64_t most = Plan::kRowBlockBytes / row_bytes;
+      int64_t most = block_bytes / row_bytes;
       if (most >= 2 * kLeast) most = most / kLeast * kLeast;
       if (most < kLeast) most = kLeast;
       const int64_t blocks = kvn::divide_up(rows, most);
@@ -226,6 +227,7 @@ static void share_product(KvnContext& context, int member, const KvnLinear& line
   const bool expands_once = is_compact && !expands_in_passes && !uses_shared_blocks;
   const ProductTasks<Plan> tasks(rows, count_panels(linear),
                                  expands_once ? kvn::kExpandedPanels : kPanelsPerTask,
+                                 expands_once ? Plan::kExpandedRowBlockBytes : Plan::kRowBlockBytes,
                                  steps * Dot::kStep * static_cast<int64_t>(sizeof(*x)),
                                  context.team->num_used());
   const bool packs = Plan::is_packed(rows);

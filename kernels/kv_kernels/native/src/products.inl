@@ -102,7 +102,7 @@ struct TileChooser {
     return TileChooser<Dot, R - 1>::packed(rows);
   }
   static TileFunction<Dot> blocked(int rows) {
-    if (rows == R) return &multiply_tile<Dot, R, kBlockedPanels, false, kFetchesNextPanels>;
+    if (rows == R) return &multiply_tile<Dot, R, kBlockedPanels, false, kFetchesNextPanels<Dot>>;
     return TileChooser<Dot, R - 1>::blocked(rows);
   }
 };
@@ -157,6 +157,7 @@ struct VectorPlan {
   static constexpr bool kHasTileAttention = false;  // only in attention_amx.inl
   static constexpr int64_t kRowsPerBlock = kBlockedRows<Dot>;
   static constexpr int64_t kRowBlockBytes = ISA::kRowBlockBytes;
+  static constexpr int64_t kExpandedRowBlockBytes = ISA::kExpandedRowBlockBytes;
   // Rows of a pass at most.
   static constexpr int64_t kPassRows =
       kMaxPackedRows > kMaxSinglePassRows ? kMaxPackedRows : kMaxSinglePassRows;
@@ -195,7 +196,7 @@ struct VectorPlan {
                      const typename Dot::W* const* panels, int64_t steps, int count,
                      typename Dot::Out* sums, Registers&, const PartialProduct& part) const {
     StepFetch fetch{reinterpret_cast<const char*>(panels[0]), 0};
-    if (kFetchesNextPanels && part.next.bytes > 0) {
+    if (kFetchesNextPanels<Dot> && part.next.bytes > 0) {
       const int64_t bytes = kvn::divide_up(part.next.bytes, part.count);
       fetch = {part.next.at + part.index * bytes, kvn::divide_up(bytes, steps)};
     }

@@ -206,9 +206,13 @@ constexpr int kMinPackedRows = 7;  // packing fewer gains nothing
 template <class Dot>
 constexpr int kBlockedRows = 12;
 constexpr int kBlockedPanels = 2;
-constexpr bool kFetchesNextPanels = false;
+// Of bfloat16: it makes that faster, and int8 slower; measured.
+template <class Dot>
+constexpr bool kFetchesNextPanels = sizeof(typename Dot::W) == 2;
 constexpr int kMaxTileSums = 48;  // rows times panels; two panels of 24 rows
 constexpr int64_t kRowBlockBytes = 384 << 10;  // of the rows that stay in the L2 cache
+// Where weights are expanded for each block of rows, fewer blocks are faster; measured.
+constexpr int64_t kExpandedRowBlockBytes = 1536 << 10;
 constexpr int64_t kMinSharedBlockRows = 1, kMaxSharedBlockRows = 0, kSharedBlocks = 1;  // not used
 // On Zen 5 one stream of weights is read faster than several, also by one row.
 static inline constexpr int choose_panels(int) { return 1; }
