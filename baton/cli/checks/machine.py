@@ -1,10 +1,12 @@
 """Checks of Python, the libraries, the cores and the limit on open files."""
 
+import importlib.util
 import json
 import resource
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_finding
@@ -20,11 +22,29 @@ PROBE_TIMEOUT = 120.0  # seconds; covers a cold import of torch
 _MIN_USABLE_FILES = 256  # file descriptors per process
 
 
-def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
+def check_python(
+    version: tuple[int, ...] = sys.version_info[:3], package: str = "torch"
+) -> Finding:
+    """Check the version, and that imports find compiled modules, by the example of `package`."""
     text = ".".join(map(str, version))
     if version < MIN_PYTHON:
         return bad_finding("python", f"this is {text}", setup_advice("/path/to/python3.11"))
+    if sys.dont_write_bytecode and (folder := _find_uncompiled(package)):
+        return warning_finding(
+            "python",
+            f"{text}; PYTHONDONTWRITEBYTECODE is set and {package} is not compiled, so that each"
+            " process compiles the modules that it imports and starts seconds later",
+            f"unset it, or compile once: {sys.executable} -m compileall -q {folder}",
+        )
     return ok_finding("python", text)
+
+
+def _find_uncompiled(package: str) -> Path | None:
+    """Return the folder with a package and its neighbours if the package is not compiled."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None or spec.cached is None or Path(spec.cached).exists():
+        return None
+    return Path(spec.origin).parent.parent
 
 
 def run_node_probe(arguments: Sequence[str]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Every check of `baton doctor` on bad input, and the whole command on a good machine."""
 
+import compileall
 import errno
 import fcntl
 import json
@@ -34,6 +35,23 @@ GIB = 1 << 30
 def test_python() -> None:
     assert_finding(machine.check_python((3, 10, 1)), "bad", "3.10.1", "3.11 or newer")
     assert_finding(machine.check_python((3, 12, 0)), "ok")
+
+
+def test_modules_that_are_compiled_at_every_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "uncompiled_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    found = machine.check_python(package=package.name)
+    assert_finding(found, "warning", "PYTHONDONTWRITEBYTECODE", f"compileall -q {tmp_path}")
+    compileall.compile_dir(tmp_path, quiet=1)
+    assert_finding(machine.check_python(package=package.name), "ok")
+    (package / "__pycache__" / f"__init__.{sys.implementation.cache_tag}.pyc").unlink()
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # the next import compiles
+    assert_finding(machine.check_python(package=package.name), "ok")
 
 
 def test_torch() -> None:
