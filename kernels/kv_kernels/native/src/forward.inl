@@ -6,6 +6,7 @@ using kvn::ThreadTeam;
 
 constexpr int64_t kRowsPerTask = 8;            // of elementwise stages
 constexpr int64_t kPanelsPerTask = 4;
+constexpr int64_t kTasksPerMember = 6;  // of a product, where its panels can be divided
 constexpr float kMinPeak = 1e-12f;  // a row that is smaller is quantized as if it were this large
 
 template <class Body>  // body(row)
@@ -125,7 +126,8 @@ struct ProductTasks {
       rows_each = kvn::round_up(kvn::divide_up(rows, blocks), kLeast);
     }
     row_blocks = kvn::divide_up(rows, rows_each);
-    while (panels_each > 2 && row_blocks * kvn::divide_up(panels, panels_each) < 6 * members)
+    const int64_t enough = kTasksPerMember * members;
+    while (panels_each > 2 && row_blocks * kvn::divide_up(panels, panels_each) < enough)
       panels_each /= 2;
     panel_groups = kvn::divide_up(panels, panels_each);
   }
@@ -205,6 +207,14 @@ static inline int64_t count_panel_bytes(const KvnLinear& linear, int64_t steps) 
   return linear.format == KVN_COMPACT_BFLOAT16 ? kvn::count_compact_bytes(linear.in) : steps * 64;
 }
 
+// The size of a block of rows at most. With compact weights it is larger if panels alone make enough
+// tasks.
+template <class Plan>
+static int64_t choose_row_block_bytes(bool expands_once, int64_t panels, int members) {
+  const bool is_large = expands_once && panels >= kvn::kExpandedPanels * kTasksPerMember * members;
+  return is_large ? Plan::kCompactRowBlockBytes : Plan::kRowBlockBytes;
+}
+
 // Share the tasks of a product; `store_row(row, panel, panels, values)` gets the finished sums of a
 // row, of `panels` panels of 16 each.
 template <class Dot, class StoreRow>
@@ -227,7 +237,8 @@ static void share_product(KvnContext& context, int member, const KvnLinear& line
   const bool expands_once = is_compact && !expands_in_passes && !uses_shared_blocks;
   const ProductTasks<Plan> tasks(rows, count_panels(linear),
                                  expands_once ? kvn::kExpandedPanels : kPanelsPerTask,
-                                 expands_once ? Plan::kExpandedRowBlockBytes : Plan::kRowBlockBytes,
+                                 choose_row_block_bytes<Plan>(expands_once, count_panels(linear),
+                                                              context.team->num_used()),
                                  steps * Dot::kStep * static_cast<int64_t>(sizeof(*x)),
                                  context.team->num_used());
   const bool packs = Plan::is_packed(rows);

@@ -157,11 +157,12 @@ struct VectorPlan {
   static constexpr bool kHasTileAttention = false;  // only in attention_amx.inl
   static constexpr int64_t kRowsPerBlock = kBlockedRows<Dot>;
   static constexpr int64_t kRowBlockBytes = ISA::kRowBlockBytes;
-  static constexpr int64_t kExpandedRowBlockBytes = ISA::kExpandedRowBlockBytes;
+  static constexpr int64_t kCompactRowBlockBytes = ISA::kCompactRowBlockBytes;
   // Rows of a pass at most.
   static constexpr int64_t kPassRows =
       kMaxPackedRows > kMaxSinglePassRows ? kMaxPackedRows : kMaxSinglePassRows;
-  // Whether each pass of rows expands a compact matrix again. Otherwise it is expanded once for all.
+  // Whether each pass of rows expands a compact matrix again. Otherwise it is expanded once
+  // for each block of rows.
   static bool expands_in_passes(int64_t rows) {
     return is_single_pass(rows) && !shares_blocks(rows);
   }

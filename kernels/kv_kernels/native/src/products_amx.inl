@@ -365,7 +365,8 @@ struct TilePlan {
   static constexpr int64_t kRowsPerBlock = 2 * kTileRows;
   static constexpr int64_t kPassRows = 4 * kTileRows;
   static constexpr int64_t kFetchDistance = 8192;  // bytes
-  static constexpr int64_t kRowBlockBytes = 1 << 20, kExpandedRowBlockBytes = kRowBlockBytes;
+  static constexpr int64_t kRowBlockBytes = 1 << 20;
+  static constexpr int64_t kCompactRowBlockBytes = kRowBlockBytes;
   static bool is_packed(int64_t) { return false; }
   static bool is_single_pass(int64_t rows) { return rows <= kPassRows; }
   static bool is_tiled(int64_t rows) { return rows > kTileRows; }

@@ -316,7 +316,7 @@ template <class Dot>
 constexpr bool kFetchesNextPanels = true;
 constexpr int kMaxTileSums = 12;
 constexpr int64_t kRowBlockBytes = 768 << 10;  // of rows in float32; measured
-constexpr int64_t kExpandedRowBlockBytes = kRowBlockBytes;
+constexpr int64_t kCompactRowBlockBytes = kRowBlockBytes;
 // Of multiply_shared_blocks: its rows, and the blocks that are expanded together.
 constexpr int64_t kMinSharedBlockRows = 2, kMaxSharedBlockRows = 32, kSharedBlocks = 4;
 static inline constexpr int choose_panels(int rows) { return rows <= 1 ? 2 : 1; }

@@ -74,12 +74,11 @@ constexpr int kMinPackedRows = 7;
 template <class Dot>
 constexpr int kBlockedRows = 14;
 constexpr int kBlockedPanels = 2;
-// Of bfloat16, as in simd_avx512.h.
 template <class Dot>
-constexpr bool kFetchesNextPanels = sizeof(typename Dot::W) == 2;
+constexpr bool kFetchesNextPanels = std::is_same_v<Dot, DotBF16>;
 constexpr int kMaxTileSums = 48;
 constexpr int64_t kRowBlockBytes = 768 << 10;  // rows are in float32
-constexpr int64_t kExpandedRowBlockBytes = kRowBlockBytes;
+constexpr int64_t kCompactRowBlockBytes = kRowBlockBytes;
 constexpr int64_t kMinSharedBlockRows = 1, kMaxSharedBlockRows = 0, kSharedBlocks = 1;  // not used
 static inline constexpr int choose_panels(int rows) { return rows <= 7 ? 4 : rows <= 14 ? 2 : 1; }
 

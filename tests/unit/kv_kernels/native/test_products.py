@@ -245,17 +245,23 @@ def test_compact_weights_give_the_same_bits(
 
 @pytest.mark.parametrize("features", FEATURE_PARAMS)
 @pytest.mark.parametrize("stored", [Format.BFLOAT16, Format.COMPACT_BFLOAT16, Format.INT8])
-def test_rows_in_several_blocks_equal_each_row_alone(features: CpuFeature, stored: Format) -> None:
-    """Rows of 8,192 inputs are multiplied in blocks that fit a cache; the last may have one row."""
+@pytest.mark.parametrize(("outputs", "counts"), [(24, (32, 65, 129, 193)), (600, (73, 361))])
+def test_rows_in_several_blocks_equal_each_row_alone(
+    outputs: int, counts: tuple[int, ...], features: CpuFeature, stored: Format
+) -> None:
+    """Rows of 8,192 inputs are multiplied in blocks that fit a cache; the last may have one row.
+
+    Blocks of compact matrices with many outputs are larger.
+    """
     generator = torch.Generator().manual_seed(6)
-    weight = torch.randn(24, 8192, generator=generator).bfloat16()
-    x = torch.randn(193, 8192, generator=generator).bfloat16()
+    weight = torch.randn(outputs, 8192, generator=generator).bfloat16()
+    x = torch.randn(counts[-1], 8192, generator=generator).bfloat16()
     _memory, linear = pack_matrix(stored, weight)
     with limited_features(features):
         model = make_model(Format.BFLOAT16)
-        chosen = (0, 25, 31, 64, 128, 192)
-        alone = {row: model.multiply(linear, x[row, None])[0] for row in chosen}
-        for rows in (32, 65, 129, 193):
+        chosen = (0, 25, 31, 64, 72, 128, 192, 359, 360)
+        alone = {row: model.multiply(linear, x[row, None])[0] for row in chosen if row < len(x)}
+        for rows in counts:
             found = model.multiply(linear, x[:rows])
             assert all(torch.equal(found[row], alone[row]) for row in chosen if row < rows)
 
