@@ -25,7 +25,10 @@ _MIN_USABLE_FILES = 256  # file descriptors per process
 def check_python(
     version: tuple[int, ...] = sys.version_info[:3], package: str = "torch"
 ) -> Finding:
-    """Check the version, and that imports find compiled modules, by the example of `package`."""
+    """Check Python's version, and that imports do not have to compile modules every time.
+
+    `package` is the installed package whose bytecode is looked for; it stands for all of them.
+    """
     text = ".".join(map(str, version))
     if version < MIN_PYTHON:
         return bad_finding("python", f"this is {text}", setup_advice("/path/to/python3.11"))
@@ -40,7 +43,7 @@ def check_python(
 
 
 def _find_uncompiled(package: str) -> Path | None:
-    """Return the folder with a package and its neighbours if the package is not compiled."""
+    """Return the folder that `package` is installed in if it has no cached bytecode, else None."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None or spec.cached is None or Path(spec.cached).exists():
         return None

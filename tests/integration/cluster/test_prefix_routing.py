@@ -19,7 +19,7 @@ from tests.paced_reference import paced_reference_tokens
 
 @pytest.mark.asyncio
 async def test_conversations_are_routed_to_the_node_with_their_prefix(tmp_path: Path) -> None:
-    """Every turn goes to the prefill node that computed the first, until that node dies."""
+    """Requests that share a prefix go to the prefill node that has it cached until it dies."""
     settings: dict[str, Any] = {
         # Slow enough that reuse is predicted to be faster on a busy machine too.
         "paced_prefill_us_per_token": 1000.0,
@@ -37,7 +37,10 @@ async def run_conversations(cluster: Cluster) -> None:
     blocks = await read_metric(cluster, "baton_prefix_directory_blocks")
 
     async def send_turn(conversation: int, turn: int) -> str:
-        """Send one turn of a conversation. Return the name of the node that prefilled it."""
+        """Send a request whose prompt is the prefix of this conversation and a suffix of its own.
+
+        Return the name of the prefill node that computed it.
+        """
         suffix = 1000 * turn + 50 * conversation
         prompt = [*prefixes[conversation], *range(suffix, suffix + 20)]
         # The prefill node's report of its cached tokens counts if it arrives before the end.

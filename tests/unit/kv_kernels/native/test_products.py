@@ -249,9 +249,11 @@ def test_compact_weights_give_the_same_bits(
 def test_rows_in_several_blocks_equal_each_row_alone(
     outputs: int, counts: tuple[int, ...], features: CpuFeature, stored: Format
 ) -> None:
-    """Rows of 8,192 inputs are multiplied in blocks that fit a cache; the last may have one row.
+    """A row times a matrix gives the same bits in a batch of any size as it does alone.
 
-    Blocks of compact matrices with many outputs are larger.
+    Batches with 8,192 inputs are too large for the L2 cache and are cut into blocks of rows, of
+    which the last may have one row. With compact (12-bit) weights and many outputs, blocks are
+    larger.
     """
     generator = torch.Generator().manual_seed(6)
     weight = torch.randn(outputs, 8192, generator=generator).bfloat16()
